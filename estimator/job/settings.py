@@ -1,0 +1,181 @@
+"""The settings of one job that decide its memory, as frozen dataclasses with Megatron-Core's names.
+
+They are read from the *effective* document: after mixed_precision, comm_overlap and validate() have overwritten what
+they overwrite (``estimator.job.effective``), so that the estimate is made for what the real Megatron-Bridge would run.
+dtypes are strings ("bfloat16", "float32", "float16"); activation functions are Megatron's names ("silu", "gelu",
+"fast_gelu", "squared_relu", "quick_gelu").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "float64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Dimensions and implementation of a GPT model; h, f, a, g, d, V, L, s of the formulas in ``estimator.model``."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """Size of the embedding table as the model builds it, already padded for the tensor-parallel size."""
+    seq_length: int
+    normalization: str = "RMSNorm"
+    activation_func: str = "silu"
+    gated_linear_unit: bool = True
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    share_embeddings_and_output_weights: bool = False
+    position_embedding_type: str = "rope"
+    rotary_percent: float = 1.0
+    window_size: tuple[int, int] | None = None
+    attention_output_gate: bool = False
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    transformer_impl: str = "transformer_engine"
+    attention_backend: str = "auto"
+    apply_rope_fusion: bool = True
+    bias_activation_fusion: bool = True
+    bias_dropout_fusion: bool = True
+    masked_softmax_fusion: bool = True
+    cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: str = "native"
+    gradient_accumulation_fusion: bool = True
+    calculate_per_token_loss: bool = False
+    init_model_with_meta_device: bool = False
+    use_cpu_initialization: bool = False
+    post_layer_norms: bool = False
+    """Gemma 2/3: extra norms after attention and MLP."""
+    model_class: str = "GPTModelProvider"
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSettings:
+    """How the ranks are laid out. Data-parallel size = world_size / (t p c)."""
+
+    world_size: int
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @property
+    def data_context_parallel_size(self) -> int:
+        """Ranks that shard dense states: DP * CP."""
+        return self.data_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingSettings:
+    """Data parallelism: who keeps which state, and the buffers around communication."""
+
+    strategy: str
+    """ddp | distopt | no_shard | optim | optim_grads | optim_grads_params (the last four: Megatron FSDP)."""
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    bucket_size: int | None = None
+    """Elements a bucket, as ``_ddp_wrap`` ends up with it; None = one bucket."""
+    grad_reduce_in_fp32: bool = True
+    average_in_collective: bool = False
+    check_for_nan_in_grad: bool = True
+    num_distributed_optimizer_instances: int = 1
+    suggested_communication_unit_size: int | None = None
+    fsdp_double_buffer: bool = False
+    main_params_dtype: str | None = "float32"
+    main_grads_dtype: str | None = None
+    """megatron_fsdp_main_grads_dtype; None = the parameters' dtype."""
+    grad_comm_dtype: str | None = None
+    use_decoupled_grad: bool = False
+
+    @property
+    def is_megatron_fsdp(self) -> bool:
+        return self.strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    optimizer: str = "adam"
+    use_precision_aware_optimizer: bool = False
+    main_params_dtype: str = "float32"
+    main_grads_dtype: str = "float32"
+    exp_avg_dtype: str = "float32"
+    exp_avg_sq_dtype: str = "float32"
+    store_param_remainders: bool = True
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeSettings:
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ()
+    distribute_saved_activations: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    micro_batch_size: int
+    global_batch_size: int
+
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        """Microbatches one rank runs in a step."""
+        return max(1, self.global_batch_size // (self.micro_batch_size * data_parallel_size))
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """What is outside the model but takes or shapes memory."""
+
+    params_dtype: str = "bfloat16"
+    expandable_segments: bool = False
+    allocator_source: str = "PyTorch's default"
+    empty_unused_memory_level: int = 0
+    cuda_device_max_connections: str | None = None
+    checkpoint_save: bool = True
+    check_for_nan_in_loss: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Software the job runs on; memory behaviour is keyed on it where it differs."""
+
+    megatron_core: str = "0.19.2"
+    megatron_bridge: str = "0.6.2"
+    transformer_engine: str = "2.12.0"
+    torch: str = "2.11.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything the estimate is a function of, beside the cluster."""
+
+    model: ModelSettings
+    parallel: ParallelSettings
+    sharding: ShardingSettings
+    optimizer: OptimizerSettings
+    recompute: RecomputeSettings
+    batch: BatchSettings
+    runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
+    stack: Stack = field(default_factory=Stack)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.batch.num_microbatches(self.parallel.data_parallel_size)
