@@ -1,0 +1,1 @@
+"""The service around the estimator: HTTP, command line, SQL."""
