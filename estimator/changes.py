@@ -131,8 +131,9 @@ COMM_OVERLAP_FIELDS: dict[str, frozenset[str]] = {
 class Change:
     """One setting that changes.
 
-    ``path`` is a dotted path below ``cfg`` ("ddp.use_megatron_fsdp"), or ``env.NAME`` for an environment variable, which
-    is exported and written in ``cfg.env_vars`` too. ``from_`` is the value in effect now. dtypes are strings ("float32").
+    ``path`` is a dotted path below ``cfg`` ("ddp.use_megatron_fsdp"), or ``env.NAME`` for an environment variable,
+    which is exported and written in ``cfg.env_vars`` too. ``from_`` is the value in effect now. dtypes are strings
+    ("float32").
     """
 
     path: str
@@ -159,9 +160,9 @@ def written_path(path: str, values: Mapping[str, Any], distributed_optimizer: bo
         return path
     if field in MIXED_PRECISION_DEFAULTS and values.get("mixed_precision") is not None:
         return f"mixed_precision.{field}"
-    if values.get("comm_overlap") is not None and field in COMM_OVERLAP_FIELDS[section]:
-        if section == "model" or distributed_optimizer:
-            return f"comm_overlap.{field}"
+    overlapped = values.get("comm_overlap") is not None and field in COMM_OVERLAP_FIELDS[section]
+    if overlapped and (section == "model" or distributed_optimizer):
+        return f"comm_overlap.{field}"
     return path
 
 

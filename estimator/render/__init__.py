@@ -1,4 +1,4 @@
-"""One change list in every form that a user pastes: Python, command line, YAML, environment, launch commands, harness."""
+"""One change list in every form that a user pastes: Python, command line, YAML, environment, launch, harness."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class Assignment:
 class SectionStart:
     """A section that is not an object yet and must become one before its fields can be set.
 
-    ``python`` creates it and needs ``imports``; ``structured`` is the same object, with its changed fields, for Hydra and
-    YAML. None where the recipe's name is not known.
+    ``python`` creates it and needs ``imports``; ``structured`` is the same object, with its changed fields, for Hydra
+    and YAML. None where the recipe's name is not known.
     """
 
     section: str
@@ -52,8 +52,8 @@ class Assignments:
 def assignments(changes: Iterable[Change], values: Mapping[str, Any]) -> Assignments:
     """The changes as assignments, each where Bridge keeps it (rules O1, O2), env_vars and exports in step.
 
-    ``cfg.env_vars`` only fills in what is not exported (training/config.py:1832-1850), so a variable is both exported and
-    written, and one to unset leaves both.
+    ``cfg.env_vars`` only fills in what is not exported (training/config.py:1832-1850), so a variable is both exported
+    and written, and one to unset leaves both.
     """
     fields: list[Assignment] = []
     env: dict[str, str | None] = {}

@@ -1,4 +1,4 @@
-"""The assignments as Python lines, a Hydra command line and a YAML fragment, each None with a reason where it cannot."""
+"""The assignments as Python lines, a Hydra command line and a YAML fragment; None with a reason where one cannot."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def yaml_form(work: Assignments) -> Form:
         reason = "a YAML fragment is merged over the recipe and cannot take an entry out of env_vars"
     if reason is not None:
         return None, reason
-    document: dict[str, Any] = {
-        start.section: structured(start.section, start.structured) for start in work.starts
-    }
+    document: dict[str, Any] = {start.section: structured(start.section, start.structured) for start in work.starts}
     created = set(document)
     for item in work.fields:
         if item.section in created:

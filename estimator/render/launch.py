@@ -33,7 +33,7 @@ class Cluster:
 
 
 def node_shape(cluster: ClusterLike | Mapping[str, Any]) -> tuple[int, int]:
-    """(nodes, GPUs of a node). A cluster smaller than a node, or no multiple of it, is spread evenly where it can be."""
+    """(nodes, GPUs of a node). What is no multiple of a node is spread evenly over smaller ones."""
     if isinstance(cluster, Mapping):
         num_gpus, per_node = int(cluster["num_gpus"]), cluster.get("gpus_per_node")
     else:
@@ -117,9 +117,9 @@ HARNESS_FSDP_SETS = {
 def harness_form(work: Assignments, values: Mapping[str, Any], megatron_bridge: str) -> tuple[str | None, str | None]:
     """Arguments for NVIDIA's scripts/performance/setup_experiment.py, which forwards Hydra overrides to the run.
 
-    Overrides are applied before flags (run_script.py:76-79), so --use_megatron_fsdp is written only where it does not undo
-    one: with optim_grads_params, meta-device init and gradient accumulation fusion. Checkpoint folders are flags since
-    0.3, which matters because the FSDP flag sets load = None.
+    Overrides are applied before flags (run_script.py:76-79), so --use_megatron_fsdp is written only where it does not
+    undo one: with optim_grads_params, meta-device init and gradient accumulation fusion. Checkpoint folders are flags
+    since 0.3, which matters because the FSDP flag sets load = None.
     """
     if any(start.structured is None for start in work.starts) or any(item.delete for item in work.fields):
         return None, "a change cannot be written as a flag or a Hydra override of the harness"

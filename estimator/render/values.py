@@ -28,7 +28,7 @@ _WORDS = frozenset({"true", "false", "null", "none", "nan", "inf", "yes", "no", 
 
 
 def is_dtype(path: str, value: Any) -> bool:
-    """Whether this value of this field is a torch dtype: the field's name ends in dtype, the value is a dtype's name."""
+    """Whether this is a torch dtype: the field's name ends in dtype, the value is a dtype's name."""
     return path.endswith("dtype") and isinstance(value, str) and value.removeprefix("torch.") in DTYPES
 
 

@@ -281,9 +281,7 @@ COMMON_RULES: tuple[Rule, ...] = (
         "A24",
         "error",
         ("ddp.param_name_patterns_for_fp32_local_accumulation", "mixed_precision.grad_reduce_in_fp32"),
-        lambda f: (
-            f.ddp.get("param_name_patterns_for_fp32_local_accumulation") and f.ddp.get("grad_reduce_in_fp32")
-        ),
+        lambda f: f.ddp.get("param_name_patterns_for_fp32_local_accumulation") and f.ddp.get("grad_reduce_in_fp32"),
         "Gradients are already FP32, so no parameters can be named for FP32 accumulation.",
         "Set mixed_precision.grad_reduce_in_fp32 = False, or name no parameters.",
         "C/distributed/distributed_data_parallel_config.py:262-266",

@@ -36,8 +36,8 @@ def strategy_of(document: Mapping[str, Any]) -> str:
 class Facts:
     """A job as the rules see it: sections of the effective document, sizes, and the questions that many rules ask.
 
-    ``dp`` is the data-parallel size world / (tp * pp * cp), 0 where it is not a whole number; ``micro`` the microbatches
-    a rank runs in a step, 0 where the batch does not divide.
+    ``dp`` is the data-parallel size world / (tp * pp * cp), 0 where it is not a whole number; ``micro`` the
+    microbatches a rank runs in a step, 0 where the batch does not divide.
     """
 
     __slots__ = (

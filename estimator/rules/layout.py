@@ -19,7 +19,7 @@ def uneven_layers(f: Facts) -> bool:
     stages = f.pp
     for given in (first, last):
         if given is not None:
-            if given <= 0 or given % f.vp:
+            if given <= 0 or given % f.vp != 0:
                 return True
             layers -= given
             stages -= 1
@@ -34,7 +34,7 @@ def uneven_layers(f: Facts) -> bool:
 def vocabulary_does_not_divide(f: Facts) -> bool:
     """Whether the embedding table, as the model builds it, cannot be split over TP. Padding makes it divide."""
     vocab_size = f.model.get("vocab_size")
-    return bool(vocab_size) and not f.model.get("should_pad_vocab") and vocab_size % f.tp != 0
+    return bool(vocab_size and not f.model.get("should_pad_vocab") and vocab_size % f.tp != 0)
 
 
 def evaluation_batch_does_not_divide(f: Facts) -> bool:
@@ -120,10 +120,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "error",
         ("model.num_query_groups", "model.tensor_model_parallel_size"),
         lambda f: (
-            f.tp > 1
-            and (groups := f.model.get("num_query_groups"))
-            and groups % f.tp != 0
-            and f.tp % groups != 0
+            f.tp > 1 and (groups := f.model.get("num_query_groups")) and groups % f.tp != 0 and f.tp % groups != 0
         ),
         "TP = {f.tp} is neither a multiple nor a divisor of {f.model[num_query_groups]} query groups.",
         "Choose a tensor_model_parallel_size that is a multiple or a divisor of num_query_groups.",
@@ -151,9 +148,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "L5",
         "error",
         ("train.global_batch_size", "train.micro_batch_size"),
-        lambda f: (
-            f.dp and f.gbs and f.mbs and not f.micro and not f.train.get("decrease_batch_size_if_needed")
-        ),
+        lambda f: f.dp and f.gbs and f.mbs and not f.micro and not f.train.get("decrease_batch_size_if_needed"),
         "The global batch size {f.gbs} is no multiple of micro batch x DP = {f.mbs} x {f.dp}.",
         "Choose a global_batch_size that is a multiple of micro_batch_size x data-parallel size.",
         "C/num_microbatches_calculator.py:380-387",
@@ -180,9 +175,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "L8",
         "error",
         ("model.expert_model_parallel_size", "model.num_moe_experts"),
-        lambda f: (
-            f.ep > 1 and (not f.expert_dp or (f.model.get("num_moe_experts") or 0) % f.ep != 0)
-        ),
+        lambda f: f.ep > 1 and (not f.expert_dp or (f.model.get("num_moe_experts") or 0) % f.ep != 0),
         "EP = {f.ep} does not divide the {f.model[num_moe_experts]} experts, or ETP x EP x PP the {f.world} GPUs.",
         "Choose an expert_model_parallel_size that divides the experts and the GPUs.",
         "C/transformer/transformer_config.py:2350; C/parallel_state.py:883",

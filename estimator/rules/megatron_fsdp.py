@@ -188,8 +188,8 @@ FSDP_RULES: tuple[Rule, ...] = (
         "error",
         ("model.gradient_accumulation_fusion", "ddp.data_parallel_sharding_strategy"),
         lambda f: f.strategy == "optim" and f.micro != 1 and f.model.get("gradient_accumulation_fusion"),
-        "Under the strategy optim the fused kernel overwrites the gradient instead of adding to it, so all but the last "
-        "of {f.micro} microbatches are lost: it trains wrongly without an error.",
+        "Under the strategy optim the fused kernel overwrites the gradient instead of adding to it, so all but the "
+        "last of {f.micro} microbatches are lost: it trains wrongly without an error.",
         "Set model.gradient_accumulation_fusion = False.",
         "F/megatron_fsdp.py:507-511; fixed by Megatron-LM 342faa43cd (#6357), which is in no release before 0.20.0",
         fixed_in="0.20.0",
@@ -226,8 +226,8 @@ FSDP_RULES: tuple[Rule, ...] = (
         "warning",
         ("model.tensor_model_parallel_size", "model.context_parallel_size"),
         lambda f: f.before_blackwell and (f.tp > 1 or f.cp > 1),
-        "Before Blackwell, tensor and context parallelism overlap best with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron "
-        "FSDP forbids: it works, slower.",
+        "Before Blackwell, tensor and context parallelism overlap best with CUDA_DEVICE_MAX_CONNECTIONS=1, which "
+        "Megatron FSDP forbids: it works, slower.",
         "Prefer data parallelism alone (TP = CP = 1) with Megatron FSDP on this GPU, if it fits.",
         "T/training/arguments.py:1413-1425",
     ),

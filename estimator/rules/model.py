@@ -28,10 +28,7 @@ RECOMPUTE_RULES: tuple[Rule, ...] = (
         ("model.recompute_method", "model.recompute_num_layers"),
         lambda f: (
             f.granularity == "full"
-            and (
-                f.model.get("recompute_method") not in ("block", "uniform")
-                or not f.model.get("recompute_num_layers")
-            )
+            and (f.model.get("recompute_method") not in ("block", "uniform") or not f.model.get("recompute_num_layers"))
         ),
         "Full recomputation needs recompute_method (block or uniform) and recompute_num_layers.",
         "Set model.recompute_method = 'uniform' and model.recompute_num_layers = 1.",
@@ -212,8 +209,8 @@ EXPERT_OVERLAP_RULES: tuple[Rule, ...] = (
             or f.model.get("moe_shared_expert_overlap")
             or f.model.get("mtp_num_layers") not in (None, 0, 1)
         ),
-        "Overlapping expert communication needs EP > 1, the dispatcher alltoall or flex, BF16 or FP16, virtual pipeline "
-        "stages where there is a pipeline, no overlapped shared experts and at most one MTP layer.",
+        "Overlapping expert communication needs EP > 1, the dispatcher alltoall or flex, BF16 or FP16, virtual "
+        "pipeline stages where there is a pipeline, no overlapped shared experts and at most one MTP layer.",
         "Set comm_overlap.overlap_moe_expert_parallel_comm = False.",
         "B/training/comm_overlap.py:478-518",
     ),

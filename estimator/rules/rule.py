@@ -77,7 +77,7 @@ def version_tuple(version: str) -> tuple[int, int, int, int]:
     """("0.19.2") -> (0, 19, 2, 1); a development, alpha or release-candidate version ends in 0 and sorts before it."""
     numbers = [0, 0, 0]
     released = 1
-    for i, part in enumerate(version.split("+")[0].split(".")[:4]):
+    for i, part in enumerate(version.split("+", maxsplit=1)[0].split(".")[:4]):
         digits = ""
         for character in part:
             if not character.isdigit():
