@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from estimator.job.settings import Stack
+from estimator.rules.companions import STRATEGIES, fsdp_companions, strategy_changes
 from estimator.rules.distributed import COMMON_RULES, TORCH_FSDP2_RULES, WITHOUT_FSDP_RULES
 from estimator.rules.facts import FSDP_STRATEGIES, Facts, strategy_of
 from estimator.rules.layout import LAYOUT_RULES
@@ -29,11 +30,14 @@ __all__ = [
     "ALL_RULES",
     "FSDP_STRATEGIES",
     "OVERWRITES",
+    "STRATEGIES",
     "Problem",
     "Rule",
     "Severity",
     "check_rules",
+    "fsdp_companions",
     "silent_overwrites",
+    "strategy_changes",
     "strategy_of",
 ]
 

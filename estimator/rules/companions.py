@@ -1,8 +1,8 @@
 """The full list of changes that another data-parallel strategy needs, as the real recipe needs it, and no more.
 
-One table a direction. A row says which field, what it has to be, and why; it becomes a change only where another value is in
-effect now. The four settings that make an override a Megatron FSDP one, and the strategy's name (rule B2), are always written
-on a switch, so that the override also holds on a recipe that was edited since.
+One table a direction. A row says which field, what it has to be, and why; it becomes a change only where another value
+is in effect now. The four settings that make an override a Megatron FSDP one, and the strategy's name (rule B2), are
+always written on a switch, so that the override also holds on a recipe that was edited since.
 
 Precision is kept, never changed silently: Megatron FSDP does not read ``grad_reduce_in_fp32`` (rule B20), so a job that
 accumulates gradients in FP32 gets ``ddp.megatron_fsdp_main_grads_dtype``, and one that does not, does not.
@@ -50,7 +50,7 @@ class Target:
 
     @property
     def loads_before_wrapping(self) -> bool:
-        """Whether weights come in before the model is wrapped: PEFT and ModelOpt do that (B/training/setup.py:340-373)."""
+        """Whether weights come in before the model is wrapped: PEFT, ModelOpt (B/training/setup.py:340-373)."""
         return self.facts.peft is not None or bool(self.facts.model.get("restore_modelopt_state"))
 
 
@@ -68,11 +68,6 @@ class Companion:
 
 def _no_pipeline(value: Any) -> Callable[[Target], Any]:
     return lambda t: value if t.facts.pp > 1 else KEEP
-
-
-def _if_set(value: Any, path: str) -> Callable[[Target], Any]:
-    name, _, field = path.partition(".")
-    return lambda t: value if getattr(t.facts, name).get(field) else KEEP
 
 
 def _folder(field: str, suffix: str) -> Callable[[Target], Any]:
@@ -285,10 +280,12 @@ TO_DISTOPT: tuple[Companion, ...] = (
 
 TO_DDP: tuple[Companion, ...] = (
     Companion(
-        "ddp.use_distributed_optimizer", lambda t: False, "Every rank keeps all states; either flag counts (A16)."
+        "ddp.use_distributed_optimizer", lambda t: False, "Every rank keeps all states; either flag turns it on (A16)."
     ),
     Companion(
-        "optimizer.use_distributed_optimizer", lambda t: False, "Every rank keeps all states; either flag counts (A16)."
+        "optimizer.use_distributed_optimizer",
+        lambda t: False,
+        "Every rank keeps all states; either flag turns it on (A16).",
     ),
     Companion("ddp.overlap_param_gather", lambda t: False, "There are no sharded parameters to gather (D2)."),
     Companion("optimizer.overlap_param_gather", lambda t: False, "There are no sharded parameters to gather (D2)."),
@@ -318,8 +315,8 @@ def strategy_changes(
 ) -> tuple[Change, ...]:
     """Every change that takes the job to ``strategy`` (ddp, distopt, no_shard, optim, optim_grads, optim_grads_params).
 
-    ``values`` is the job as written, ``effective`` after Bridge's own adjustments. Empty where the job is there already and
-    nothing needs repair. The result is not judged: ``check_rules`` on the changed job says whether a rule still stands
+    ``values`` is the job as written, ``effective`` after Bridge's own adjustments. Empty where the job is there already
+    and nothing needs repair. The result is not judged: ``check_rules`` on the changed job says whether a rule still stands
     against it (a precision-aware optimizer without sharding, say). Raises ValueError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
