@@ -8,11 +8,12 @@ from typing import Any
 
 from estimator.changes import Change
 from estimator.job.settings import Stack
+from estimator.render.advice import Advice, Note, advise
 from estimator.render.assignments import assignments
 from estimator.render.forms import hydra_arguments, hydra_form, python_form, yaml_form
 from estimator.render.launch import Cluster, ClusterLike, harness_form, slurm_text, torchrun_text
 
-__all__ = ["Cluster", "ClusterLike", "Override", "render_override"]
+__all__ = ["Advice", "Cluster", "ClusterLike", "Note", "Override", "advise", "render_override"]
 
 
 @dataclass(frozen=True, slots=True)
