@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 import types
 import typing
 import warnings
@@ -146,7 +147,9 @@ def describe_gpu(kind: str | None) -> None:
 def _serve_hf_configs(folder: Path) -> None:
     import transformers
 
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    from megatron.bridge.models.hf_pretrained import safe_config_loader
+
+    safe_config_loader.time = types.SimpleNamespace(sleep=lambda _: None, time=time.time)  # type: ignore[attr-defined]
     original = transformers.AutoConfig.from_pretrained.__func__
     original_generation = transformers.GenerationConfig.from_pretrained.__func__
 
@@ -171,6 +174,7 @@ def _serve_hf_configs(folder: Path) -> None:
 def prepare(hf_configs: Path | None = None, gpu: str = "h100") -> None:
     """Call once, before anything imports ``megatron.bridge``."""
     warnings.filterwarnings("ignore")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     if not hasattr(typing, "override"):  # Python 3.11; Bridge asks for 3.12
         import typing_extensions
 

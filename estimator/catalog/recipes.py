@@ -45,9 +45,14 @@ class Recipe:
 
     def document(self) -> dict[str, Any]:
         """The whole configuration, a fresh copy that the caller may change."""
-        document = expand(json.loads(_lines()[self.line]))
+        document = expand(self.differences())
         assert isinstance(document, dict)
         return document
+
+    def differences(self) -> dict[str, Any]:
+        """What the recipe sets, section by section: the document without the class defaults."""
+        differences: dict[str, Any] = json.loads(_lines()[self.line])
+        return differences
 
     def as_dict(self) -> dict[str, Any]:
         """The row of ``GET /recipes``."""
