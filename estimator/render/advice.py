@@ -155,7 +155,7 @@ def _warnings(
     if after in FSDP_STRATEGIES and before not in FSDP_STRATEGIES:
         yield Note(
             "B15",
-            "Existing torch_dist checkpoints do not load under Megatron FSDP (fsdp_dtensor): convert them or start anew.",
+            "Existing torch_dist checkpoints do not load under Megatron FSDP (fsdp_dtensor): convert them.",
         )
         yield Note(
             "A8",

@@ -316,8 +316,8 @@ def strategy_changes(
     """Every change that takes the job to ``strategy`` (ddp, distopt, no_shard, optim, optim_grads, optim_grads_params).
 
     ``values`` is the job as written, ``effective`` after Bridge's own adjustments. Empty where the job is there already
-    and nothing needs repair. The result is not judged: ``check_rules`` on the changed job says whether a rule still stands
-    against it (a precision-aware optimizer without sharding, say). Raises ValueError for an unknown strategy.
+    and nothing needs repair. The result is not judged: ``check_rules`` on the changed job says whether a rule still
+    stands against it (a precision-aware optimizer without sharding, say). Raises ValueError for an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"no strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
