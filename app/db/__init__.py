@@ -1,0 +1,1 @@
+"""SQL: models, sessions, migrations, and the repositories that hold every statement."""

@@ -1,0 +1,150 @@
+"""Request bodies of the API, shared with the command line: strict types, and unknown keys name the nearest known one.
+
+Integers are accepted as JSON writes them (8 and 8.0 are the same number); a boolean or a string is not a number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
+
+from estimator.requests import ClusterRequest, EstimateRequest, JobRequest, RecommendRequest
+
+MAX_BYTES = 2**50
+"""A PiB on one card: more is a typing error."""
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number, not {_json_kind(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+def _whole_number(value: Any) -> Any:
+    value = _number(value)
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(f"must be a whole number, not {value}")
+    return int(value)
+
+
+def _json_kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    return {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}.get(type(value), type(value).__name__)
+
+
+def _text(value: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("is not valid Unicode text (a lone surrogate)")
+    if "\x00" in value:
+        raise ValueError("contains a NUL character")
+    return value
+
+
+# The validator stands after Field, so that it runs before Field's own checks.
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES), BeforeValidator(_whole_number)]
+Probability = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_number)]
+Text = Annotated[StrictStr, AfterValidator(_text)]
+Name = Annotated[StrictStr, Field(min_length=1, max_length=200), AfterValidator(_text)]
+
+
+class Body(BaseModel):
+    """Base of all bodies: immutable, and a key that is not known is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Job(Body):
+    """The training job. Later wins over earlier: recipe < config < overrides."""
+
+    recipe: Name | None = Field(default=None, description="A recipe of Megatron-Bridge, or an alias of one")
+    module: Name | None = Field(default=None, description="Where two modules export the recipe's name")
+    config: dict[str, Any] | None = Field(
+        default=None, description="A ConfigContainer document, whole or partial: run_config.yaml as Bridge writes it"
+    )
+    overrides: list[Annotated[Text, Field(max_length=100_000)]] = Field(
+        default_factory=list, max_length=5_000, description="Hydra-style overrides, or Python lines cfg.x.y = value"
+    )
+
+    def to_request(self) -> JobRequest:
+        return JobRequest(self.recipe, self.module, self.config, tuple(self.overrides))
+
+
+class Cluster(Body):
+    """Where the job runs."""
+
+    gpu: Name = Field(description="A name of GET /gpus, or an alias such as nvidia-smi's")
+    num_gpus: Annotated[int, Field(ge=1, le=1_000_000), BeforeValidator(_whole_number)]
+    gpus_per_node: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_whole_number)] | None = None
+    memory_limit_bytes: Bytes | None = Field(default=None, description="An allocator cap, compared with survival memory")
+    reserved_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES), BeforeValidator(_whole_number)] | None = Field(
+        default=None, description="Taken by other processes on each card"
+    )
+    total_bytes: Bytes | None = Field(default=None, description="Memory of a card that is not listed")
+
+    def to_request(self) -> ClusterRequest:
+        return ClusterRequest(**self.model_dump())
+
+
+class Evidence(Body):
+    """What the failed run left."""
+
+    log: Text | None = Field(default=None, description="The out-of-memory text or the end of the log")
+    evidence_id: Name | None = None
+
+
+class Constraints(Body):
+    """What a recommendation may change."""
+
+    allow: list[Name] | None = Field(default=None, max_length=100, description="Families of changes; null = the harmless")
+    max_recommendations: Annotated[int, Field(ge=1, le=50), BeforeValidator(_whole_number)] = 5
+
+
+class EstimateBody(Body):
+    """Body of POST /estimate."""
+
+    job: Job
+    cluster: Cluster
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")
+    min_fit_probability: Probability = 0.99
+    pipeline_rank: Annotated[int, Field(ge=0, le=1_000_000), BeforeValidator(_whole_number)] | None = None
+    survival: StrictBool = True
+
+    def to_request(self) -> EstimateRequest:
+        return EstimateRequest(
+            job=self.job.to_request(),
+            cluster=self.cluster.to_request(),
+            stack=self.stack,
+            min_fit_probability=self.min_fit_probability,
+            pipeline_rank=self.pipeline_rank,
+            survival=self.survival,
+        )
+
+
+class RecommendBody(Body):
+    """Body of POST /recommend."""
+
+    job: Job
+    cluster: Cluster
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")
+    min_fit_probability: Probability = 0.99
+    evidence: Evidence = Field(default_factory=Evidence)
+    constraints: Constraints = Field(default_factory=Constraints)
+
+    def to_request(self) -> RecommendRequest:
+        allow = self.constraints.allow
+        return RecommendRequest(
+            job=self.job.to_request(),
+            cluster=self.cluster.to_request(),
+            stack=self.stack,
+            min_fit_probability=self.min_fit_probability,
+            evidence_log=self.evidence.log,
+            evidence_id=self.evidence.evidence_id,
+            allow=None if allow is None else tuple(allow),
+            max_recommendations=self.constraints.max_recommendations,
+        )
