@@ -12,9 +12,12 @@ A change of such a field is written on the config that wins: ``routed`` says whe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+from estimator.catalog import fields as catalog
 
 FAMILIES = (
     "allocator",
@@ -30,82 +33,8 @@ FAMILIES = (
     "more_gpus",
 )
 
-MIXED_PRECISION_DEFAULTS: dict[str, Any] = {
-    "fp32": False,
-    "fp16": False,
-    "bf16": False,
-    "params_dtype": None,
-    "pipeline_dtype": None,
-    "autocast_dtype": None,
-    "autocast_enabled": False,
-    "grad_reduce_in_fp32": True,
-    "fp8": None,
-    "fp8_recipe": "tensorwise",
-    "first_last_layers_bf16": False,
-    "fp8_margin": 0,
-    "fp8_amax_history_len": 1,
-    "fp8_amax_compute_algo": "most_recent",
-    "fp8_wgrad": True,
-    "fp8_dot_product_attention": False,
-    "fp8_multi_head_attention": False,
-    "fp8_param": False,
-    "fp8_param_gather": False,
-    "fp4": None,
-    "fp4_recipe": "nvfp4",
-    "fp4_param": False,
-    "fp4_param_gather": False,
-    "loss_scale": None,
-    "initial_loss_scale": 4294967296,
-    "min_loss_scale": 1.0,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "num_layers_at_start_in_bf16": 0,
-    "num_layers_at_end_in_bf16": 0,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-}
-"""Fields of MixedPrecisionConfig. Source: megatron-bridge 0.6.2, training/mixed_precision.py:35-72."""
-
-_BF16 = {"bf16": True, "params_dtype": "bfloat16", "pipeline_dtype": "bfloat16"}
-_FP16 = {"fp16": True, "params_dtype": "float16", "pipeline_dtype": "float16", "grad_reduce_in_fp32": False}
-_PARAM = {"fp8_param": True, "fp8_param_gather": True}
-_FP4 = {"fp4": "e2m1", "fp4_param": True, "fp4_param_gather": True}
-_DELAYED = {
-    "fp8": "hybrid",
-    "fp8_recipe": "delayed",
-    "fp8_amax_history_len": 1024,
-    "fp8_amax_compute_algo": "max",
-    **_PARAM,
-}
-_MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True, **_PARAM}
-_SUBCHANNEL = {"fp8": "hybrid", "fp8_recipe": "blockwise"}
-
-
-def _bf16_ends(start: int, end: int) -> dict[str, Any]:
-    return {
-        "first_last_layers_bf16": True,
-        "num_layers_at_start_in_bf16": start,
-        "num_layers_at_end_in_bf16": end,
-    }
-
-
-MIXED_PRECISION_RECIPES: dict[str, dict[str, Any]] = {
-    "bf16_mixed": _BF16,
-    "fp16_mixed": _FP16,
-    "bf16_with_fp8_delayed_scaling_mixed": {**_BF16, **_DELAYED},
-    "fp16_with_fp8_delayed_scaling_mixed": {**_FP16, **_DELAYED},
-    "bf16_with_mxfp8_mixed": {**_BF16, **_MXFP8},
-    "fp16_with_mxfp8_mixed": {**_FP16, **_MXFP8},
-    "bf16_with_fp8_current_scaling_mixed": {**_BF16, "fp8": "hybrid", **_PARAM, **_bf16_ends(1, 1)},
-    "fp16_with_fp8_current_scaling_mixed": {**_FP16, "fp8": "hybrid", **_PARAM, **_bf16_ends(1, 1)},
-    "nemotron_h_bf16_with_fp8_current_scaling_mixed": {**_BF16, "fp8": "hybrid", **_PARAM, **_bf16_ends(2, 2)},
-    "nanov2_bf16_with_fp8_current_scaling_mixed": {**_BF16, **_SUBCHANNEL, **_PARAM, **_bf16_ends(2, 2)},
-    "bf16_with_fp8_subchannel_scaling_mixed": {**_BF16, **_SUBCHANNEL},
-    "fp16_with_fp8_subchannel_scaling_mixed": {**_FP16, **_SUBCHANNEL},
-    "bf16_with_nvfp4_mixed": {**_BF16, **_FP4},
-    "nemotron_3_super_bf16_with_nvfp4_mixed": {**_BF16, **_FP4, **_bf16_ends(0, 14)},
-    "nemotron_3_ultra_bf16_with_nvfp4_mixed": {**_BF16, **_FP4, **_bf16_ends(0, 16)},
-}
-"""What each named recipe sets beside the defaults. Source: training/mixed_precision.py:186-442 (0.6.2), executed."""
+PRECISION_CLASS = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
+OVERLAP_CLASS = "megatron.bridge.training.comm_overlap.CommOverlapConfig"
 
 COMM_OVERLAP_FIELDS: dict[str, frozenset[str]] = {
     "model": frozenset(
@@ -147,10 +76,16 @@ class Change:
         return {"path": self.path, "from": self.from_, "to": self.to, "why": self.why, "family": self.family}
 
 
+@functools.cache
+def precision_fields() -> frozenset[str]:
+    """Names of MixedPrecisionConfig's fields: what it overwrites on model, optimizer and ddp."""
+    return frozenset(catalog.class_fields(PRECISION_CLASS))
+
+
 def named_mixed_precision(name: str) -> dict[str, Any] | None:
-    """All fields of the mixed-precision recipe of that name ("bf16_mixed", "bf16-mixed"), None if there is none."""
-    fields = MIXED_PRECISION_RECIPES.get(name.replace("-", "_"))
-    return None if fields is None else {**MIXED_PRECISION_DEFAULTS, **fields}
+    """The mixed-precision recipe of that name ("bf16_mixed", "bf16-mixed") as a document, None if there is none."""
+    known = name.replace("-", "_") in catalog.precision_recipes()
+    return catalog.precision_config(name) if known else None
 
 
 def written_path(path: str, values: Mapping[str, Any], distributed_optimizer: bool = True) -> str:
@@ -158,7 +93,7 @@ def written_path(path: str, values: Mapping[str, Any], distributed_optimizer: bo
     section, _, field = path.partition(".")
     if section not in ("model", "ddp", "optimizer"):
         return path
-    if field in MIXED_PRECISION_DEFAULTS and values.get("mixed_precision") is not None:
+    if field in precision_fields() and values.get("mixed_precision") is not None:
         return f"mixed_precision.{field}"
     overlapped = values.get("comm_overlap") is not None and field in COMM_OVERLAP_FIELDS[section]
     if overlapped and (section == "model" or distributed_optimizer):
@@ -212,7 +147,9 @@ def _editable(section: str, current: Any) -> dict[str, Any]:
         return dict(current)
     if section == "mixed_precision" and isinstance(current, str):
         return named_mixed_precision(current) or {}
-    return {"tp_comm_overlap": False} if section == "comm_overlap" else {}
+    if section == "comm_overlap":
+        return {**catalog.new_object(OVERLAP_CLASS), "tp_comm_overlap": False}
+    return {}
 
 
 def _write(section: dict[str, Any], field: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from estimator.changes import Change, named_mixed_precision, routed
+from estimator.changes import OVERLAP_CLASS, Change, named_mixed_precision, routed
 
 BRIDGE_PRECISION = "megatron.bridge.training.mixed_precision"
 BRIDGE_OVERLAP = "megatron.bridge.training.comm_overlap"
@@ -80,12 +80,11 @@ def _starts(fields: Iterable[Assignment], values: Mapping[str, Any]) -> Iterable
     if "mixed_precision" in sections and isinstance(values.get("mixed_precision"), str):
         name = str(values["mixed_precision"]).replace("-", "_")
         known = named_mixed_precision(name)
-        target = {"_target_": f"{BRIDGE_PRECISION}.MixedPrecisionConfig"}
         yield SectionStart(
             "mixed_precision",
             f"{name}()",
             (f"from {BRIDGE_PRECISION} import {name}",),
-            None if known is None else {**target, **known, **changed["mixed_precision"]},
+            None if known is None else {**known, **changed["mixed_precision"]},
         )
     if "comm_overlap" in sections and values.get("comm_overlap") is None:
         yield SectionStart(
@@ -93,7 +92,7 @@ def _starts(fields: Iterable[Assignment], values: Mapping[str, Any]) -> Iterable
             "CommOverlapConfig(tp_comm_overlap=False)",
             (f"from {BRIDGE_OVERLAP} import CommOverlapConfig",),
             {
-                "_target_": f"{BRIDGE_OVERLAP}.CommOverlapConfig",
+                "_target_": OVERLAP_CLASS,
                 "tp_comm_overlap": False,
                 **changed["comm_overlap"],
             },
