@@ -171,6 +171,18 @@ def _serve_hf_configs(folder: Path) -> None:
     transformers.GenerationConfig.from_pretrained = classmethod(generation)
 
 
+def _tolerate_missing_quantization_files() -> None:
+    """The 0.6.2 wheel lacks ``te_quant.cfg``, which five recipes read: an empty quantization recipe stands in for it."""
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+    original = RecipeConfig.from_yaml_file
+
+    def from_yaml_file(path: str) -> Any:
+        return original(path) if Path(path).is_file() else RecipeConfig(matchers=[], config_dict={})
+
+    RecipeConfig.from_yaml_file = staticmethod(from_yaml_file)
+
+
 def prepare(hf_configs: Path | None = None, gpu: str = "h100") -> None:
     """Call once, before anything imports ``megatron.bridge``."""
     warnings.filterwarnings("ignore")
@@ -192,6 +204,7 @@ def prepare(hf_configs: Path | None = None, gpu: str = "h100") -> None:
     logging.disable(logging.CRITICAL)
     import megatron.bridge  # noqa: F401
 
+    _tolerate_missing_quantization_files()
     if hf_configs is not None:
         _serve_hf_configs(hf_configs)
     describe_gpu(gpu)

@@ -7,7 +7,8 @@ under its own licence; only the resulting dimensions enter the catalogue).  A re
 left out.  Needs megatron-bridge, megatron-core, transformers and CPU torch; no GPU, and no network at run time.
 
 Written: ``fields.json.gz`` (every section, class, field, type, default and choice of ``ConfigContainer``) and
-``recipes.json.gz`` (first line the index, then one line a recipe: its document as differences to the class defaults).
+``recipes.json.gz`` (names, facts and which sections each recipe has) and ``recipe_sections.gz`` (the distinct sections, one a
+line, as differences to the class defaults).
 """
 
 from __future__ import annotations
@@ -384,11 +385,16 @@ def main() -> None:
     for name in fields["classes"]:
         specs = {f: fields["specs"][n] for f, n in table(name).items()}
         defaults[name] = {f: s["d"] for f, s in specs.items() if "d" in s}
-    lines = [{k: differences(v, defaults) for k, v in document.items()} for document in documents]
-    options.out.mkdir(parents=True, exist_ok=True)
     compact = functools.partial(json.dumps, separators=(",", ":"), sort_keys=True)
+    numbers: dict[str, int] = {}
+    for row, document in zip(index, documents, strict=True):
+        texts = [compact(differences(document[name], defaults)) for name in sorted(document)]
+        row["sections"] = [numbers.setdefault(text, len(numbers)) for text in texts]
+    names = sorted(documents[0])
+    options.out.mkdir(parents=True, exist_ok=True)
     write(options.out / "fields.json.gz", compact(fields))
-    write(options.out / "recipes.json.gz", "\n".join([compact({"versions": versions(), "recipes": index}), *map(compact, lines)]))
+    write(options.out / "recipes.json.gz", compact({"versions": versions(), "sections": names, "recipes": index}))
+    write(options.out / "recipe_sections.gz", "\n".join(numbers))
     print(f"{len(index)} recipes, {len(fields['classes'])} classes")
 
 
