@@ -1,0 +1,1 @@
+"""What the modules of a GPT model allocate: dense layers with grouped-query attention on Transformer Engine."""

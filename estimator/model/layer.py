@@ -1,0 +1,42 @@
+"""One decoder layer as a program: forward and backward, with what selective recompute leaves out and brings back."""
+
+from __future__ import annotations
+
+from estimator.components import ACTIVATION_GRADIENTS, RESIDUAL
+from estimator.job.settings import ModelSettings
+from estimator.model.attention import Attention
+from estimator.model.mlp import Mlp
+from estimator.model.program import Program, Step
+from estimator.model.shapes import Shapes
+from estimator.timeline import Block, Buffer, Scribe, rounded
+
+
+def layer_program(
+    model: ModelSettings,
+    shapes: Shapes,
+    *,
+    recompute_core_attention: bool,
+    recompute_mlp: bool,
+    fused_wgrad: bool,
+    out_of_place: bool,
+) -> Program:
+    """Forward from ``prev/output`` to ``output``; backward from ``^grad`` (of output) to ``^grad`` (of the input)."""
+    attention, mlp = Attention(model, shapes), Mlp(model, shapes)
+    s = Scribe()
+    attention.forward(s, keep=True, recompute_core=recompute_core_attention)
+    mlp.forward(s, keep=True, recompute=recompute_mlp)
+    forward = s.cut("layer.forward")
+    hidden = rounded(shapes.hidden)
+    s.live["prev/output"] = Buffer(hidden, RESIDUAL, "default")
+    s.live["^grad"] = Buffer(hidden, ACTIVATION_GRADIENTS, "default")
+    steps: list[Step] = mlp.backward(s, fused_wgrad, out_of_place, recompute_mlp)
+    steps += attention.backward(s, fused_wgrad, recompute_core_attention)
+    return Program(forward, tuple(step for step in steps if not (isinstance(step, Block) and not step.ops)))
+
+
+def discarded_forward(model: ModelSettings, shapes: Shapes) -> Block:
+    """Forward under full activation checkpointing: nothing is saved but ``output``."""
+    s = Scribe()
+    Attention(model, shapes).forward(s, keep=False)
+    Mlp(model, shapes).forward(s, keep=False)
+    return s.cut("layer.forward.discarded")
