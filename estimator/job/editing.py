@@ -194,6 +194,14 @@ class Editor:
 
     def apply(self, operation: Operation) -> None:
         """One override, as Bridge's command line or the Python line itself would do it."""
+        before = len(self.problems)
+        self._apply(operation)
+        for index in range(before, len(self.problems)):
+            problem = self.problems[index]
+            subject = ".".join((*operation.path, *problem.path.removeprefix(operation.where).strip(".").split("."))).rstrip(".")
+            self.problems[index] = FieldProblem(operation.where, f"{subject}: {problem.message}", problem.suggestion)
+
+    def _apply(self, operation: Operation) -> None:
         where = operation.where
         try:
             value = reduce_objects(operation.evaluate(self.lookup))

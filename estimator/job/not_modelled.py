@@ -1,0 +1,141 @@
+"""Which jobs the memory model does not cover yet, as one table: a row goes when its kind of job is modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from estimator.errors import FieldProblem
+
+Values = Mapping[str, Any]
+Row = tuple[str, Callable[[Any, Values], bool], str]
+
+MODELLED_MODEL_CLASSES = frozenset(
+    {
+        "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        "megatron.bridge.models.mistral.mistral_provider.MistralModelProvider",
+    }
+)
+"""Text-only, dense providers that build a plain GPTModel of the default Transformer Engine layers."""
+
+MODELLED_DATASET_CLASSES = frozenset({"GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig"})
+"""Datasets whose batches are exactly [micro_batch_size, seq_length] and whose mask is the causal one."""
+
+MODELLED_LAYER_SPECS = frozenset({"default_layer_spec", "transformer_engine_layer_spec", None})
+MODELLED_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def _is_set(value: Any, _: Values) -> bool:
+    return bool(value)
+
+
+def _over_one(value: Any, _: Values) -> bool:
+    return isinstance(value, (int, float)) and value > 1
+
+
+def _given(value: Any, _: Values) -> bool:
+    return value is not None
+
+
+def _fsdp(values: Values) -> bool:
+    return bool(values["dist"].get("use_megatron_fsdp") or values["ddp"].get("use_megatron_fsdp"))
+
+
+def _wrong_strategy(value: Any, values: Values) -> bool:
+    return _fsdp(values) and value not in MODELLED_STRATEGIES
+
+
+def _outer_sharding(value: Any, values: Values) -> bool:
+    return _fsdp(values) and value not in (None, "no_shard")
+
+
+def _not_full(value: Any, values: Values) -> bool:
+    return value not in (None, "full", "selective")
+
+
+def _unknown_recompute(value: Any, values: Values) -> bool:
+    modelled = {"core_attn", "layernorm", "mlp"}
+    selective = values["model"].get("recompute_granularity") == "selective"
+    return selective and bool(set(value or ()) - modelled)
+
+
+NOT_MODELLED: tuple[Row, ...] = (
+    # path, predicate(value, whole document), what the field says
+    ("model._target_", lambda v, _: v not in MODELLED_MODEL_CLASSES, "this model class"),
+    ("model.num_moe_experts", _is_set, "mixture of experts"),
+    ("model.multi_latent_attention", _is_set, "multi-latent attention"),
+    ("model.mtp_num_layers", _is_set, "multi-token prediction"),
+    ("model.expert_model_parallel_size", _over_one, "expert parallelism"),
+    ("model.virtual_pipeline_model_parallel_size", _over_one, "interleaved pipeline stages"),
+    ("model.pipeline_model_parallel_layout", _given, "a pipeline layout written out"),
+    ("model.is_hybrid_model", _is_set, "hybrid (Mamba) layers"),
+    ("model.experimental_attention_variant", _given, "an experimental attention variant"),
+    ("model.heterogeneous_block_specs", _is_set, "layers of different shapes"),
+    ("model.fp8", _is_set, "FP8"),
+    ("model.fp4", _is_set, "FP4"),
+    ("model.bf16", lambda v, _: not v, "training in anything but BF16"),
+    ("model.fp16", _is_set, "FP16"),
+    ("model.params_dtype", lambda v, _: v != "bfloat16", "parameters in anything but BF16"),
+    ("model.fp32_residual_connection", _is_set, "a residual stream in FP32"),
+    ("model.transformer_impl", lambda v, _: v != "transformer_engine", "layers other than Transformer Engine's"),
+    ("model.transformer_layer_spec", lambda v, _: v not in MODELLED_LAYER_SPECS, "a layer specification of its own"),
+    ("model.use_transformer_engine_full_layer_spec", _is_set, "Transformer Engine's whole-layer module"),
+    ("model.use_transformer_engine_op_fuser", _is_set, "Transformer Engine's operation fuser"),
+    ("model.attention_backend", lambda v, _: v in ("local", "unfused"), "unfused attention"),
+    ("model.softmax_type", lambda v, _: v not in (None, "vanilla"), "attention sinks"),
+    ("model.cpu_offloading", _is_set, "offloading of activations or weights"),
+    ("model.fine_grained_activation_offloading", _is_set, "fine-grained offloading of activations"),
+    ("model.cuda_graph_impl", lambda v, _: v not in (None, "none"), "CUDA graphs"),
+    ("model.recompute_granularity", _not_full, "this recompute granularity"),
+    ("model.recompute_modules", _unknown_recompute, "recomputing these modules"),
+    ("model.tp_comm_overlap", _is_set, "overlap of tensor-parallel communication (user buffers)"),
+    ("model.overlap_moe_expert_parallel_comm", _is_set, "overlap of expert-parallel communication"),
+    ("model.delay_wgrad_compute", _is_set, "delayed weight gradients"),
+    ("model.defer_embedding_wgrad_compute", _is_set, "deferred embedding weight gradients"),
+    ("model.gtp_weight_remat_size", _over_one, "weight shards beyond tensor parallelism"),
+    ("model.hybrid_context_parallel", _is_set, "hybrid context parallelism"),
+    ("model.hierarchical_context_parallel_sizes", _given, "hierarchical context parallelism"),
+    ("model.quant_recipe", _given, "a quantization recipe"),
+    ("model.restore_modelopt_state", _is_set, "ModelOpt"),
+    ("model.fp16_lm_cross_entropy", _is_set, "cross entropy in FP16"),
+    ("model.variable_seq_lengths", _is_set, "sequences of varying length"),
+    ("ddp.data_parallel_sharding_strategy", _wrong_strategy, "this sharding strategy"),
+    ("ddp.num_distributed_optimizer_instances", _over_one, "hybrid sharding over several optimizer instances"),
+    ("ddp.outer_dp_sharding_strategy", _outer_sharding, "sharding over the outer data-parallel ranks"),
+    ("ddp.num_buckets", _given, "a number of buckets"),
+    ("ddp.nccl_ub", _is_set, "NCCL user buffers"),
+    ("ddp.reduce_scatter_with_fp32_accumulation", _is_set, "reduce-scatter with FP32 accumulation"),
+    ("ddp.param_name_patterns_for_fp32_local_accumulation", _is_set, "local FP32 accumulation by parameter name"),
+    ("ddp.megatron_fsdp_max_pool_double_buffer", _is_set, "the max-pool double buffer"),
+    ("dist.use_torch_fsdp2", _is_set, "torch FSDP2"),
+    ("optimizer.optimizer", lambda v, _: v not in ("adam", "sgd"), "this optimizer"),
+    ("optimizer.optimizer_cpu_offload", _is_set, "optimizer states on the host"),
+    ("optimizer.use_layer_wise_distributed_optimizer", _is_set, "the layer-wise distributed optimizer"),
+    ("optimizer.overlap_param_gather_with_optimizer_step", _is_set, "parameter gather during the optimizer step"),
+    ("peft", _given, "PEFT"),
+    ("dataset._target_", lambda v, _: v.rpartition(".")[2] not in MODELLED_DATASET_CLASSES, "batches of this dataset"),
+    ("train.rampup_batch_size", _given, "a batch size that ramps up"),
+)
+
+
+def fields_in_the_way(values: Values) -> tuple[FieldProblem, ...]:
+    """Every field of an effective document that no part of the estimate covers yet."""
+    found: list[FieldProblem] = []
+    for path, predicate, what in NOT_MODELLED:
+        section, _, name = path.partition(".")
+        owner = values.get(section)
+        if name and not isinstance(owner, dict):
+            continue
+        if name and name not in owner:
+            continue
+        value = owner[name] if name else owner
+        if predicate(value, values):
+            found.append(FieldProblem(f"job.config.{path}", f"{what} is not modelled yet ({_short(value)})"))
+    return tuple(found)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return str(value.get("_target_", "a mapping")).rpartition(".")[2]
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

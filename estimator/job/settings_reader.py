@@ -1,0 +1,178 @@
+"""From the effective document to the ``Settings`` that the estimate is a function of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from estimator.errors import NotModelled
+from estimator.job.not_modelled import fields_in_the_way
+from estimator.job.settings import (
+    BatchSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RecomputeSettings,
+    RuntimeSettings,
+    Settings,
+    ShardingSettings,
+    Stack,
+)
+
+MIN_BUCKET_SIZE = 40_000_000
+BUCKET_SIZE_PER_RANK = 1_000_000
+"""Elements: a bucket size left open becomes max(40e6, 1e6 * DP * CP). Source: megatron-core 0.19.2,
+megatron/training/models/dist_utils.py:290-295."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The first that is set is read. Source: torch 2.13, c10/cuda/CUDAAllocatorConfig.h:133-152."""
+
+
+def read_settings(effective: Mapping[str, Any], world_size: int, stack: Stack | None = None) -> Settings:
+    """Settings of an effective document (``effective_document(...).values``).
+
+    Raises NotModelled with every field that stands in the way.
+    """
+    in_the_way = fields_in_the_way(effective)
+    if in_the_way:
+        raise NotModelled(in_the_way)
+    parallel = _parallel(effective["model"], world_size)
+    return Settings(
+        model=_model(effective),
+        parallel=parallel,
+        sharding=_sharding(effective, parallel),
+        optimizer=_optimizer(effective["optimizer"]),
+        recompute=_recompute(effective["model"]),
+        batch=BatchSettings(effective["train"]["micro_batch_size"], effective["train"]["global_batch_size"]),
+        runtime=_runtime(effective),
+        stack=stack or Stack(),
+    )
+
+
+def vocab_size(values: Mapping[str, Any]) -> tuple[int, str]:
+    """(rows of the embedding table over all tensor-parallel ranks, where the number comes from).
+
+    Bridge takes the tokenizer's vocabulary, padded to ``make_vocab_size_divisible_by * TP``, where the model names none or
+    ``tokenizer.use_tokenizer_vocab_size`` is set (as in every library pretraining recipe, whose null tokenizer has 32000
+    entries); else the model's own, unpadded. A real tokenizer's size is not in the configuration: the model's is used.
+    Source: megatron-bridge 0.6.2, training/setup.py:291-299,681-721; models/gpt_provider.py:246-253.
+    """
+    model, tokenizer = values["model"], values.get("tokenizer") or {}
+    null = str(tokenizer.get("tokenizer_type")).startswith("Null")
+    own, of_tokenizer = model.get("vocab_size"), tokenizer.get("vocab_size")
+    if not (tokenizer.get("use_tokenizer_vocab_size") or own is None):
+        return own, "model.vocab_size"
+    if of_tokenizer and (null or own is None):
+        size, source = of_tokenizer, "tokenizer.vocab_size"
+    else:
+        size, source = own or of_tokenizer or 0, "model.vocab_size, for the tokenizer's that is only known when it is loaded"
+    multiple = (model.get("make_vocab_size_divisible_by") or 1) * (model.get("tensor_model_parallel_size") or 1)
+    return -(-size // multiple) * multiple, source
+
+
+def _model(values: Mapping[str, Any]) -> ModelSettings:
+    model = values["model"]
+    same = (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length normalization "
+        "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm share_embeddings_and_output_weights "
+        "position_embedding_type rotary_percent attention_output_gate attention_dropout hidden_dropout transformer_impl "
+        "bias_dropout_fusion masked_softmax_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl "
+        "gradient_accumulation_fusion calculate_per_token_loss init_model_with_meta_device use_cpu_initialization"
+    ).split()
+    rope = model.get("position_embedding_type") == "rope"
+    window = model.get("window_size")
+    return ModelSettings(
+        **{name: model[name] for name in same if name in model},
+        vocab_size=vocab_size(values)[0],
+        activation_func=str(model.get("activation_func", "gelu")),
+        window_size=(int(window[0]), int(window[1])) if window else None,
+        attention_backend=str(model.get("attention_backend") or "auto"),
+        apply_rope_fusion=bool(model.get("apply_rope_fusion")) and rope,  # gpt_provider.py:216-217
+        bias_activation_fusion=bool(model.get("bias_activation_fusion")),
+        model_class=str(model["_target_"]).rpartition(".")[2],
+    )
+
+
+def _parallel(model: Mapping[str, Any], world_size: int) -> ParallelSettings:
+    same = (
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+    ).split()
+    return ParallelSettings(world_size=world_size, **{name: model[name] for name in same if name in model})
+
+
+def _sharding(values: Mapping[str, Any], parallel: ParallelSettings) -> ShardingSettings:
+    ddp, optimizer = values["ddp"], values["optimizer"]
+    if values["dist"].get("use_megatron_fsdp"):
+        strategy = ddp["data_parallel_sharding_strategy"]
+    else:
+        strategy = "distopt" if ddp.get("use_distributed_optimizer") else "ddp"
+    bucket_size = ddp.get("bucket_size")
+    if bucket_size is None:
+        bucket_size = max(MIN_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * parallel.data_context_parallel_size)
+    if not ddp.get("overlap_grad_reduce"):
+        bucket_size = None
+    sharded_grads = strategy in ("optim_grads", "optim_grads_params")  # O5: forced on when the model is wrapped
+    return ShardingSettings(
+        strategy=strategy,
+        overlap_grad_reduce=bool(ddp.get("overlap_grad_reduce")) or sharded_grads,
+        overlap_param_gather=bool(ddp.get("overlap_param_gather")) or strategy == "optim_grads_params",
+        bucket_size=bucket_size,
+        grad_reduce_in_fp32=bool(ddp.get("grad_reduce_in_fp32")),
+        average_in_collective=bool(ddp.get("average_in_collective")),
+        check_for_nan_in_grad=bool(ddp.get("check_for_nan_in_grad")),
+        num_distributed_optimizer_instances=ddp.get("num_distributed_optimizer_instances", 1),
+        suggested_communication_unit_size=ddp.get("suggested_communication_unit_size"),
+        fsdp_double_buffer=bool(ddp.get("fsdp_double_buffer")),
+        main_params_dtype=ddp.get("megatron_fsdp_main_params_dtype"),
+        main_grads_dtype=ddp.get("megatron_fsdp_main_grads_dtype"),
+        grad_comm_dtype=ddp.get("megatron_fsdp_grad_comm_dtype"),
+        use_decoupled_grad=bool(
+            ddp.get("megatron_fsdp_use_decoupled_grad") or optimizer.get("use_precision_aware_optimizer")
+        ),
+    )
+
+
+def _optimizer(optimizer: Mapping[str, Any]) -> OptimizerSettings:
+    names = (
+        "optimizer use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype exp_avg_sq_dtype "
+        "store_param_remainders clip_grad"
+    ).split()
+    return OptimizerSettings(**{name: optimizer[name] for name in names if name in optimizer})
+
+
+def _recompute(model: Mapping[str, Any]) -> RecomputeSettings:
+    granularity = model.get("recompute_granularity")
+    full = granularity == "full"
+    return RecomputeSettings(
+        recompute_granularity=granularity,
+        recompute_method=model.get("recompute_method") if full else None,
+        recompute_num_layers=model.get("recompute_num_layers") if full else None,
+        recompute_modules=tuple(model.get("recompute_modules") or ()) if granularity == "selective" else (),
+        distribute_saved_activations=bool(model.get("distribute_saved_activations")),
+    )
+
+
+def _runtime(values: Mapping[str, Any]) -> RuntimeSettings:
+    expandable, source = allocator_setting(values.get("env_vars") or {})
+    connections = (values.get("env_vars") or {}).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    return RuntimeSettings(
+        params_dtype=values["model"].get("params_dtype", "bfloat16"),
+        expandable_segments=expandable,
+        allocator_source=source,
+        empty_unused_memory_level=values["train"].get("empty_unused_memory_level") or 0,
+        cuda_device_max_connections=None if connections is None else str(connections),
+        checkpoint_save=values["checkpoint"].get("save") is not None,
+        check_for_nan_in_loss=bool((values.get("rerun_state_machine") or {}).get("check_for_nan_in_loss")),
+    )
+
+
+def allocator_setting(env: Mapping[str, Any]) -> tuple[bool, str]:
+    """(whether the caching allocator uses expandable segments, which variable says so)."""
+    for name in ALLOCATOR_VARIABLES:
+        if env.get(name) is not None:
+            options = [part.strip() for part in str(env[name]).split(",")]
+            chosen = [o.partition(":")[2].strip() for o in options if o.partition(":")[0].strip() == "expandable_segments"]
+            return bool(chosen) and chosen[-1] == "True", f"{name}={env[name]}"
+    return False, "PyTorch's default"
