@@ -26,21 +26,50 @@ class Kind:
 
 
 KINDS: Mapping[str, Kind] = {
-    "invalid-json": Kind(400, "The body is not valid JSON", "The body must be one JSON document in UTF-8, without NaN."),
-    "invalid-request": Kind(422, "The request is not valid", "A key is unknown or missing, or a value is of a wrong type."),
-    "invalid-job": Kind(422, "The job cannot be read", "The job names something unknown, or holds an impossible value."),
+    "invalid-json": Kind(
+        400, "The body is not valid JSON", "The body must be one JSON document in UTF-8, without NaN."
+    ),
+    "invalid-request": Kind(
+        422, "The request is not valid", "A key is unknown or missing, or a value is of a wrong type."
+    ),
+    "invalid-job": Kind(
+        422, "The job cannot be read", "The job names something unknown, or holds an impossible value."
+    ),
     "not-modelled": Kind(
-        422, "This kind of job is not modelled yet", "The job may be right, but there is no memory model for it: see fields."
+        422,
+        "This kind of job is not modelled yet",
+        "The job may be right, but there is no memory model for it: see fields.",
     ),
     "not-found": Kind(404, "Not found", "There is nothing at this address."),
     "ambiguous": Kind(409, "The name is not unique", "Several things have this name: say which."),
-    "method-not-allowed": Kind(405, "Method not allowed", "The address exists, for other methods: see the Allow header."),
+    "method-not-allowed": Kind(
+        405, "Method not allowed", "The address exists, for other methods: see the Allow header."
+    ),
     "body-too-large": Kind(413, "The body is too large", "Each route has its own limit."),
     "unsupported-media-type": Kind(415, "The body must be JSON", "Send Content-Type: application/json."),
     "http-error": Kind(400, "The request was refused", "See the status."),
     "internal-error": Kind(500, "Something went wrong here", "It is not your request. The log has the request id."),
     "unavailable": Kind(503, "The database cannot be reached", "Nothing was stored. Try again in a moment."),
 }
+
+
+PHRASES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "list_type": "must be a list",
+    "string_type": "must be a string",
+    "string_too_short": "must have at least {min_length} character(s)",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} entries",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "int_parsing": "must be a whole number",
+}
+"""pydantic's error types in this service's words; the others keep pydantic's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +139,9 @@ def _field_problem(error: Mapping[str, Any], model: type[BaseModel] | None) -> F
         return FieldProblem(path, "is not a known key", _nearest_key(location, model))
     if kind == "missing":
         return FieldProblem(path, "is required")
+    phrase = PHRASES.get(kind)
+    if phrase is not None:
+        return FieldProblem(path, phrase.format_map(error.get("ctx") or {}))
     message = str(error["msg"]).removeprefix("Value error, ")
     return FieldProblem(path, message[:1].lower() + message[1:])
 
@@ -120,7 +152,7 @@ def dotted(location: Iterable[Any]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in ("function-before[_whole_number(), int]", "[key]"):
+        elif part != "[key]":
             path += f".{str(part)[:200]}" if path else str(part)[:200]
     return path
 

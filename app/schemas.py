@@ -34,7 +34,9 @@ def _whole_number(value: Any) -> Any:
 def _json_kind(value: Any) -> str:
     if value is None:
         return "null"
-    return {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}.get(type(value), type(value).__name__)
+    return {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}.get(
+        type(value), type(value).__name__
+    )
 
 
 def _text(value: str) -> str:
@@ -81,7 +83,9 @@ class Cluster(Body):
     gpu: Name = Field(description="A name of GET /gpus, or an alias such as nvidia-smi's")
     num_gpus: Annotated[int, Field(ge=1, le=1_000_000), BeforeValidator(_whole_number)]
     gpus_per_node: Annotated[int, Field(ge=1, le=10_000), BeforeValidator(_whole_number)] | None = None
-    memory_limit_bytes: Bytes | None = Field(default=None, description="An allocator cap, compared with survival memory")
+    memory_limit_bytes: Bytes | None = Field(
+        default=None, description="An allocator cap, compared with survival memory"
+    )
     reserved_bytes: Annotated[int, Field(ge=0, le=MAX_BYTES), BeforeValidator(_whole_number)] | None = Field(
         default=None, description="Taken by other processes on each card"
     )
@@ -101,7 +105,9 @@ class Evidence(Body):
 class Constraints(Body):
     """What a recommendation may change."""
 
-    allow: list[Name] | None = Field(default=None, max_length=100, description="Families of changes; null = the harmless")
+    allow: list[Name] | None = Field(
+        default=None, max_length=100, description="Families of changes; null = the harmless"
+    )
     max_recommendations: Annotated[int, Field(ge=1, le=50), BeforeValidator(_whole_number)] = 5
 
 

@@ -1,4 +1,4 @@
-"""Where the database stands, and bringing it to the head. Alembic itself is imported only to migrate: it is slow to load."""
+"""Where the database stands, and bringing it to the head. Alembic, slow to load, is imported only to migrate."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from app.settings import Settings
 
 
 def create_database_engine(settings: Settings, *, immediate: bool = False) -> Engine:
-    """An engine for the configured database; ``immediate``: SQLite transactions take the write lock at once (migrations)."""
+    """An engine for the configured database; ``immediate``: SQLite transactions take the write lock at once."""
     url = make_url(settings.resolved_database_url)
     timeout = settings.database_timeout_seconds
     if url.get_backend_name() == "sqlite":
@@ -54,7 +54,7 @@ def _configure_sqlite(engine: Engine, begin: str) -> None:
 
 
 def _switch_to_wal(connection: sqlite3.Connection) -> None:
-    """The mode stays in the file. Another process that is switching it holds a lock: then the next connection finds it done."""
+    """The mode stays in the file; if another process holds a lock to switch it, the next connection finds it done."""
     try:
         connection.execute("PRAGMA journal_mode = WAL")
     except sqlite3.OperationalError as error:

@@ -1,0 +1,5 @@
+"""HTTP."""
+
+from app.api.factory import create_app
+
+__all__ = ["create_app"]

@@ -1,0 +1,197 @@
+"""What the API answers, for the OpenAPI document and for clients. Answers may carry more keys and new enum values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    """Base: further keys are allowed."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class RuleProblem(Answer):
+    rule_id: str
+    fields: list[str]
+    message: str
+    fix: Any = None
+
+
+class Survival(Answer):
+    default: int
+    expandable_segments: int
+
+
+class Allocator(Answer):
+    setting: str = Field(description="default | expandable_segments")
+    source: str
+
+
+class Phase(Answer):
+    name: str
+    allocated_bytes: int
+    peak_bytes: int
+
+
+class Rank(Answer):
+    pipeline_rank: int
+    peak_allocated_bytes: int
+    required_bytes: int
+
+
+class EstimateAnswer(Answer):
+    """Memory of one training step on the worst rank, or on the one asked for."""
+
+    peak_allocated_bytes: int
+    persistent_bytes: int
+    resident_state_bytes: int
+    peak_phase: str
+    peak_pipeline_rank: int
+    survival_bytes: Survival | None
+    allocator: Allocator
+    required_bytes: int
+    usable_bytes: int
+    fits: bool
+    fit_probability: float
+    phases: list[Phase]
+    components_at_peak: dict[str, int] = Field(description="Adds up to peak_allocated_bytes")
+    ranks: list[Rank]
+    problems: list[RuleProblem]
+    assumptions: list[str]
+    estimator_version: str
+    calibration_id: str | None
+    schema_version: str
+
+
+class ChangeAnswer(BaseModel):
+    model_config = ConfigDict(extra="allow", populate_by_name=True)
+
+    path: str
+    from_: Any = Field(alias="from")
+    to: Any
+    why: str
+    family: str
+
+
+class Missing(Answer):
+    path: str
+    likely: Any = None
+
+
+class Cause(Answer):
+    cause: str
+    confidence: Any
+    evidence: Any
+
+
+class Diagnosis(Answer):
+    summary: str
+    causes: list[Cause]
+
+
+class OverrideAnswer(Answer):
+    """The same changes in each form; a form that cannot say them is null, with the reason beside it."""
+
+    python: str | None
+    cli: Any
+    yaml: str | None
+    env: dict[str, str | None] = Field(description="null = unset")
+    launch: dict[str, Any]
+    harness: Any = None
+
+
+class Caution(Answer):
+    id: str
+    text: str
+
+
+class Checkpoint(Answer):
+    format: str | None
+    conversion_needed: bool
+    text: str
+
+
+class Verify(Answer):
+    commands: list[str]
+    criteria: list[str]
+
+
+class Recommended(Answer):
+    rank: int
+    title: str
+    changes: list[ChangeAnswer]
+    override: OverrideAnswer
+    estimate: EstimateAnswer
+    fit_probability: float
+    headroom_bytes: int
+    relative_step_time: float | None
+    warnings: list[Caution]
+    checkpoint: Checkpoint
+    verify: Verify
+
+
+class RecommendAnswer(Answer):
+    """Why the job does not fit, and what fits, cheapest first."""
+
+    id: str
+    created_at: str
+    outcome: str = Field(description="recommended | fits_already | nothing_fits | not_gpu_memory | needs_input")
+    current: EstimateAnswer | None
+    problems: list[RuleProblem]
+    missing: list[Missing]
+    diagnosis: Diagnosis
+    recommendations: list[Recommended]
+    alternatives: list[Any]
+    schema_version: str
+
+
+class RecipeRow(Answer):
+    name: str
+    aliases: list[str]
+    module: str
+    kind: str
+    task: str
+    num_gpus: int | None
+    gpu: str | None
+    summary: dict[str, Any]
+
+
+class RecipePage(BaseModel):
+    items: list[RecipeRow]
+    total: int
+    limit: int
+    offset: int
+    next_offset: int | None
+    schema_version: str
+
+
+class RecipeAnswer(RecipeRow):
+    document: dict[str, Any] = Field(description="The ConfigContainer document that the recipe builds")
+    schema_version: str
+
+
+class GpuRow(Answer):
+    name: str
+    aliases: list[str]
+    family: str
+    total_bytes: int
+    source: str
+
+
+class GpuList(BaseModel):
+    items: list[GpuRow]
+    schema_version: str
+
+
+class Health(BaseModel):
+    status: str
+
+
+class Version(BaseModel):
+    version: str
+    estimator_version: str
+    schema_version: str
+    database_revision: str

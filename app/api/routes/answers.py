@@ -1,0 +1,118 @@
+"""POST /estimate, POST /recommend, GET /recommendations/{id}."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Path, Response
+
+from app.api.answers import EstimateAnswer, RecommendAnswer
+from app.api.body import StrictRoute
+from app.api.dependencies import DatabaseDependency
+from app.api.errors import ProblemError, problem_responses
+from app.api.examples import EXAMPLES
+from app.problems import Problem
+from app.schemas import EstimateBody, RecommendBody
+from app.services import answers, storage
+from app.settings import Settings
+from estimator.errors import FieldProblem
+
+JSON = "application/json"
+IMMUTABLE = "private, max-age=31536000, immutable"
+BODY_ERRORS = (400, 413, 415, 422, 500)
+
+RecommendationId = Annotated[
+    str, Path(max_length=64, pattern=r"^rec_[A-Za-z0-9_-]+$", examples=["rec_3q2-7wAAbbCCddEEffGGhh"])
+]
+IfNoneMatch = Annotated[
+    str | None, Header(description="An ETag that you have: 304 if it still holds, and it always does")
+]
+
+
+def build_router(settings: Settings) -> APIRouter:
+    """The routes, with the body limits of these settings."""
+    router = APIRouter(tags=["answers"], route_class=StrictRoute)
+
+    @router.post(
+        "/estimate",
+        summary="Memory of a job, by moment and component",
+        max_body_size=settings.max_estimate_body_bytes,
+        responses={200: {"model": EstimateAnswer}, **problem_responses(*BODY_ERRORS)},
+    )
+    def estimate(body: Annotated[EstimateBody, Body(openapi_examples=_examples())]) -> Response:
+        return Response(answers.encode(answers.estimate(body)), media_type=JSON)
+
+    @router.post(
+        "/recommend",
+        summary="Why a job runs out of memory, and settings that fit",
+        max_body_size=settings.max_recommend_body_bytes,
+        responses={200: {"model": RecommendAnswer}, **problem_responses(*BODY_ERRORS, 503)},
+    )
+    def recommend(
+        body: Annotated[RecommendBody, Body(openapi_examples=_examples())], database: DatabaseDependency
+    ) -> Response:
+        answer = answers.recommend(body)
+        content = answers.encode(answer)
+        storage.store(database, body, answer)
+        headers = {"Content-Location": f"/recommendations/{answer['id']}", "ETag": _etag(content)}
+        return Response(content, media_type=JSON, headers=headers)
+
+    @router.get(
+        "/recommendations/{recommendation_id}",
+        summary="A recommendation that was made before",
+        responses={
+            200: {"model": RecommendAnswer},
+            304: {"description": "You have it already"},
+            **problem_responses(404, 422, 500, 503),
+        },
+    )
+    def read(
+        recommendation_id: RecommendationId, database: DatabaseDependency, if_none_match: IfNoneMatch = None
+    ) -> Response:
+        return _immutable(_load(database, recommendation_id).result, if_none_match)
+
+    @router.get(
+        "/recommendations/{recommendation_id}/request",
+        summary="The request that a recommendation answered, ready to be sent again",
+        responses={
+            200: {"model": RecommendBody},
+            304: {"description": "You have it already"},
+            **problem_responses(404, 422, 500, 503),
+        },
+    )
+    def read_request(
+        recommendation_id: RecommendationId, database: DatabaseDependency, if_none_match: IfNoneMatch = None
+    ) -> Response:
+        return _immutable(_load(database, recommendation_id).request, if_none_match)
+
+    return router
+
+
+def _examples() -> Any:
+    return EXAMPLES
+
+
+def _load(database: DatabaseDependency, recommendation_id: str) -> Any:
+    row = storage.load(database, recommendation_id)
+    if row is None:
+        error = FieldProblem("recommendation_id", "no recommendation has this id")
+        raise ProblemError(Problem("not-found", "no recommendation has this id", (error,)))
+    return row
+
+
+def _immutable(document: Any, if_none_match: str | None) -> Response:
+    content = answers.encode(document)
+    headers = {"ETag": _etag(content), "Cache-Control": IMMUTABLE}
+    if if_none_match is not None and _matches(if_none_match, headers["ETag"]):
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=JSON, headers=headers)
+
+
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+def _matches(if_none_match: str, etag: str) -> bool:
+    candidates = [part.strip().removeprefix("W/") for part in if_none_match.split(",")]
+    return "*" in candidates or etag in candidates

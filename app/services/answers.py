@@ -1,0 +1,36 @@
+"""Ask the estimator. No SQL and no HTTP here; the command line and the API both call these."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import secrets
+from typing import Any
+
+from app.schemas import EstimateBody, RecommendBody
+
+
+def estimate(body: EstimateBody) -> dict[str, Any]:
+    """The answer of POST /estimate. Raises JobError, NotModelled."""
+    from estimator import answers
+
+    return answers.estimate_answer(body.to_request())
+
+
+def recommend(body: RecommendBody) -> dict[str, Any]:
+    """The answer of POST /recommend with its own new id; not stored yet. Raises JobError, NotModelled."""
+    from estimator import answers
+
+    answer = answers.recommend_answer(body.to_request())
+    identity = {"id": new_id(), "created_at": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds")}
+    return identity | {name: value for name, value in answer.items() if name not in identity}
+
+
+def new_id() -> str:
+    """128 random bits: who has the id may read the answer."""
+    return "rec_" + secrets.token_urlsafe(16)
+
+
+def encode(answer: Any) -> bytes:
+    """The answer as JSON, the same bytes whenever the same answer is sent. Raises ValueError for NaN."""
+    return json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
