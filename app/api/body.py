@@ -58,7 +58,7 @@ def parse(body: bytes) -> Any:
         document = json.loads(text, parse_constant=_constant, parse_float=_float, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise _refused(
-            f"{error.msg[:1].lower()}{error.msg[1:]} at line {error.lineno}, column {error.colno}"
+            f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]} at line {error.lineno}, column {error.colno}"
         ) from error
     except RecursionError as error:
         raise _refused(f"is nested more than {MAX_DEPTH} deep") from error

@@ -21,7 +21,7 @@ from app.services.answers import encode
 from estimator.errors import EstimatorError, FieldProblem
 
 MEDIA_TYPE = "application/problem+json"
-BY_STATUS = {404: "not-found", 405: "method-not-allowed", 413: "body-too-large", 415: "unsupported-media-type"}
+BY_STATUS = {404: "not-found", 405: "method-not-allowed", 415: "unsupported-media-type"}
 
 log = structlog.get_logger("oombudsman.api")
 
@@ -109,6 +109,8 @@ def _body_model(request: Request) -> type[BaseModel] | None:
 
 
 def _of_http_error(request: Request, error: StarletteHTTPException) -> Problem:
+    if error.status_code == 413:
+        return _too_large()
     slug = BY_STATUS.get(error.status_code, "http-error")
     detail = {
         "not-found": f"there is nothing at {request.url.path[:200]}",
