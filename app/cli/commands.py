@@ -1,0 +1,206 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from app.cli import options as o
+from app.cli.failures import Failure, explained, warn
+from app.cli.inputs import Options, build, read_log
+
+application = typer.Typer(
+    name="oombudsman",
+    help="Says why a Megatron-Bridge job ran out of GPU memory, and hands back settings that fit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+database_commands = typer.Typer(help="The database.", no_args_is_help=True)
+application.add_typer(database_commands, name="db")
+
+
+@application.command()
+def recommend(
+    words: o.Words = None,
+    recipe: o.Recipe = None,
+    module: o.Module = None,
+    config: o.Config = None,
+    override: o.Overrides = None,
+    stack: o.Stack = None,
+    gpu: o.Gpu = None,
+    num_gpus: o.NumGpus = None,
+    gpus_per_node: o.GpusPerNode = None,
+    memory_limit: o.MemoryLimit = None,
+    reserved: o.Reserved = None,
+    total_memory: o.TotalMemory = None,
+    min_fit_probability: o.MinFitProbability = 0.99,
+    allow: o.Allow = None,
+    max_recommendations: o.MaxRecommendations = 5,
+    log: o.Log = None,
+    show: o.Show = 1,
+    as_json: o.AsJson = False,
+) -> None:
+    """Why the job runs out of memory, and which settings fit, cheapest first."""
+    from app.schemas import RecommendBody
+    from app.services import answers
+
+    with explained(as_json):
+        more: dict[str, Any] = {
+            "min_fit_probability": min_fit_probability,
+            "constraints": {"max_recommendations": max_recommendations},
+        }
+        if allow is not None:
+            more["constraints"]["allow"] = [name.strip() for item in allow for name in item.split(",") if name.strip()]
+        if log is not None:
+            more["evidence"] = {"log": read_log(log)}
+        typed = Options(
+            words or (), recipe, module, config, override or (), stack or (), gpu, num_gpus, gpus_per_node,
+            memory_limit, reserved, total_memory, more,
+        )  # fmt: skip
+        body = build(typed, RecommendBody)
+        answer = answers.recommend(body)
+        content = answers.encode(answer)
+    if as_json:
+        _print_json(content)
+    else:
+        from app.cli.report import print_recommendation
+
+        print_recommendation(answer, body.model_dump(exclude_unset=True), show)
+    kept = _keep(body, answer)
+    if kept and not as_json:
+        typer.echo(f"Kept as {answer['id']}: oombudsman show {answer['id']}")
+
+
+@application.command()
+def estimate(
+    words: o.Words = None,
+    recipe: o.Recipe = None,
+    module: o.Module = None,
+    config: o.Config = None,
+    override: o.Overrides = None,
+    stack: o.Stack = None,
+    gpu: o.Gpu = None,
+    num_gpus: o.NumGpus = None,
+    gpus_per_node: o.GpusPerNode = None,
+    memory_limit: o.MemoryLimit = None,
+    reserved: o.Reserved = None,
+    total_memory: o.TotalMemory = None,
+    min_fit_probability: o.MinFitProbability = 0.99,
+    pipeline_rank: o.PipelineRank = None,
+    survival: o.Survival = True,
+    as_json: o.AsJson = False,
+) -> None:
+    """Memory of a job, by moment and component, and whether it fits."""
+    from app.schemas import EstimateBody
+    from app.services import answers
+
+    with explained(as_json):
+        more = {"min_fit_probability": min_fit_probability, "pipeline_rank": pipeline_rank, "survival": survival}
+        typed = Options(
+            words or (), recipe, module, config, override or (), stack or (), gpu, num_gpus, gpus_per_node,
+            memory_limit, reserved, total_memory, more,
+        )  # fmt: skip
+        body = build(typed, EstimateBody)
+        answer = answers.estimate(body)
+        content = answers.encode(answer)
+    if as_json:
+        _print_json(content)
+        return
+    from app.cli.report import print_estimate
+
+    print_estimate(answer, body.model_dump(exclude_unset=True))
+
+
+@application.command("show")
+def show_kept(
+    recommendation_id: Annotated[str, typer.Argument(metavar="ID", help="As printed when it was made")],
+    show: o.Show = 1,
+    as_json: o.AsJson = False,
+) -> None:
+    """A recommendation that was made before, from the database."""
+    from app.cli.database import find
+    from app.cli.inputs import refusal
+    from app.services import answers
+
+    with explained(as_json):
+        row = find(recommendation_id)
+        if row is None:
+            raise refusal("ID", f"no recommendation has the id {recommendation_id!r}")
+    if as_json:
+        _print_json(answers.encode(row.result))
+        return
+    from app.cli.report import print_recommendation
+
+    print_recommendation(row.result, row.request, show)
+
+
+@application.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; OOMBUDSMAN_HOST")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; OOMBUDSMAN_PORT")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; OOMBUDSMAN_WORKERS")] = None,
+) -> None:
+    """Serve the API. Creates a new embedded database; refuses one that is not at the newest migration."""
+    from app.cli.database import prepare_or_exit
+
+    settings = prepare_or_exit()
+    import uvicorn
+
+    uvicorn.run(
+        "app.api:create_app",
+        factory=True,
+        host=host or settings.host,
+        port=settings.port if port is None else port,
+        workers=workers or settings.workers,
+        access_log=False,
+        log_level="warning",
+        timeout_graceful_shutdown=30,
+        server_header=False,
+    )
+
+
+@database_commands.command("upgrade")
+def database_upgrade() -> None:
+    """Create the database or bring it to the newest migration."""
+    from app.cli.database import upgrade
+
+    typer.echo(upgrade())
+
+
+@application.command()
+def version(as_json: o.AsJson = False) -> None:
+    """Versions of this program and of its answers."""
+    from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION
+
+    if as_json:
+        from app.services import answers
+
+        versions = {
+            "version": ESTIMATOR_VERSION,
+            "estimator_version": ESTIMATOR_VERSION,
+            "schema_version": SCHEMA_VERSION,
+        }
+        _print_json(answers.encode(versions))
+    else:
+        typer.echo(f"oombudsman {ESTIMATOR_VERSION} (answers: schema {SCHEMA_VERSION})")
+
+
+def _print_json(content: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(content + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _keep(body: Any, answer: dict[str, Any]) -> bool:
+    """Store the answer; a database that cannot be written is no reason to lose it."""
+    from app.cli.database import keep
+
+    try:
+        keep(body, answer)
+    except Failure as failure:
+        warn(f"not kept: {failure.problem.detail}")
+        return False
+    return True
