@@ -184,7 +184,12 @@ def _tolerate_missing_quantization_files() -> None:
 
 
 def prepare(hf_configs: Path | None = None, gpu: str = "h100") -> None:
-    """Call once, before anything imports ``megatron.bridge``."""
+    """Call before anything imports ``megatron.bridge``; calling again only adds another folder of configurations."""
+    if "megatron.bridge" in sys.modules:
+        if hf_configs is not None:
+            _serve_hf_configs(hf_configs)
+        describe_gpu(gpu)
+        return
     warnings.filterwarnings("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     if not hasattr(typing, "override"):  # Python 3.11; Bridge asks for 3.12

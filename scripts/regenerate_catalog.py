@@ -2,13 +2,14 @@
 
     python scripts/regenerate_catalog.py HF_CONFIGS [--out estimator/catalog/data] [--only SUBSTRING]
 
-HF_CONFIGS is a folder with ``ORG/NAME/config.json`` for the models that recipes name (download them from Hugging Face, each
-under its own licence; only the resulting dimensions enter the catalogue).  A recipe whose file is missing is reported and
-left out.  Needs megatron-bridge, megatron-core, transformers and CPU torch; no GPU, and no network at run time.
+HF_CONFIGS is a folder with ``ORG/NAME/config.json`` for the models that recipes name (download them from Hugging Face,
+each under its own licence; only the resulting dimensions enter the catalogue).  A recipe whose file is missing is
+reported and left out.  Needs megatron-bridge, megatron-core, transformers and CPU torch; no GPU, and no network at run
+time.
 
 Written: ``fields.json.gz`` (every section, class, field, type, default and choice of ``ConfigContainer``) and
-``recipes.json.gz`` (names, facts and which sections each recipe has) and ``recipe_sections.gz`` (the distinct sections, one a
-line, as differences to the class defaults).
+``recipes.json.gz`` (names, facts and which sections each recipe has) and ``recipe_sections.gz`` (the distinct sections,
+one a line, as differences to the class defaults).
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def plain(value: Any) -> Any:
-    """JSON form of a configuration value: dtypes, functions and enum members become names, dataclasses get ``_target_``."""
+def plain(value: Any) -> Any:  # noqa: C901
+    """JSON form of a configuration value: dtypes, functions and enum members become names, dataclasses get
+    ``_target_``."""
     import torch
     from transformers import PretrainedConfig
 
     if isinstance(value, str) and not isinstance(value, enum.Enum):
-        return value.replace(os.getcwd() + os.sep, "")  # recipes put the working directory before their output folders
+        return value.replace(
+            f"{Path.cwd()}{os.sep}", ""
+        )  # recipes put the working directory before their output folders
     if value is None or isinstance(value, (bool, int)):
         return value.name if isinstance(value, enum.Enum) else value
     if isinstance(value, float):
@@ -118,7 +122,10 @@ def type_names(annotation: Any) -> tuple[list[str], list[Any], dict[str, Any], l
     elif origin in (typing.Union, types.UnionType):
         for part in typing.get_args(annotation):
             more = type_names(part)
-            kinds.extend(more[0]), choices.extend(more[1]), members.update(more[2]), classes.extend(more[3])
+            kinds.extend(more[0])
+            choices.extend(more[1])
+            members.update(more[2])
+            classes.extend(more[3])
         if str in typing.get_args(annotation):
             choices = []
     elif origin in (list, tuple, set, frozenset) or annotation in (list, tuple, set):
@@ -189,7 +196,8 @@ def walk(packages: tuple[str, ...]) -> typing.Iterator[types.ModuleType]:
 
 
 def known_classes() -> list[type]:
-    """ConfigContainer's own section classes and every provider, dataset, PEFT and precision class a section may hold."""
+    """ConfigContainer's own section classes and every provider, dataset, PEFT and precision class a section may
+    hold."""
     from megatron.bridge.data.base import DataloaderConfig, DatasetProvider
     from megatron.bridge.models.model_provider import ModelProviderMixin
     from megatron.bridge.peft.base import PEFT
@@ -197,7 +205,12 @@ def known_classes() -> list[type]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     roots = (DataloaderConfig, DatasetProvider, ModelProviderMixin, PEFT, TransformerConfig)
-    classes = {v for m in (config, comm_overlap) for v in vars(m).values() if isinstance(v, type) and dataclasses.is_dataclass(v)}
+    classes = {
+        v
+        for m in (config, comm_overlap)
+        for v in vars(m).values()
+        if isinstance(v, type) and dataclasses.is_dataclass(v)
+    }
     for module in walk(MODEL_PACKAGES):
         for value in vars(module).values():
             if isinstance(value, type) and "__dataclass_fields__" in vars(value) and issubclass(value, roots):
@@ -232,13 +245,14 @@ def build_fields(extra: set[type]) -> dict[str, Any]:
     for name in sorted(tables):
         base = max(
             (class_path(b) for b in real[name].__mro__[1:] if class_path(b) in tables),
-            key=lambda b: len(set(tables[b]) & set(tables[name])) - sum(tables[b][f] != tables[name][f] for f in tables[b]),
+            key=lambda b: sum(tables[name].get(f) == entry for f, entry in tables[b].items()),
             default=None,
         )
         own = {f: number[json.dumps(e, sort_keys=True)] for f, e in tables[name].items()}
         if base:
             own = {f: n for f, n in own.items() if tables[base].get(f) != tables[name][f]}
-        packed[name] = {"base": base, "bases": [class_path(b) for b in real[name].__mro__[1:] if class_path(b) in tables], "fields": own}
+        bases = [class_path(b) for b in real[name].__mro__[1:] if class_path(b) in tables]
+        packed[name] = {"base": base, "bases": bases, "fields": own}
     return {
         "versions": versions(),
         "sections": sections,
@@ -267,7 +281,8 @@ def versions() -> dict[str, str]:
 
 
 def find_recipe_functions() -> list[dict[str, Any]]:
-    """Every ``*_config`` function without required arguments of the two recipe packages, with its other exported names."""
+    """Every ``*_config`` function without required arguments of the two recipe packages, with its other exported
+    names."""
     found: dict[Any, dict[str, Any]] = {}
     exported: dict[Any, set[str]] = {}
     for kind, root in RECIPE_PACKAGES:
@@ -318,16 +333,32 @@ def classes_in(value: Any, into: set[type]) -> None:
 
 def summary(document: dict[str, Any]) -> dict[str, Any]:
     model, train = document["model"], document["train"]
-    names = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size seq_length "
-        "num_moe_experts moe_router_topk multi_latent_attention mtp_num_layers "
-        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-        "context_parallel_size expert_model_parallel_size sequence_parallel recompute_granularity"
-    ).split()
+    names = [
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "vocab_size",
+        "seq_length",
+        "num_moe_experts",
+        "moe_router_topk",
+        "multi_latent_attention",
+        "mtp_num_layers",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "sequence_parallel",
+        "recompute_granularity",
+    ]
     precision = document.get("mixed_precision")
     if isinstance(precision, dict):
-        extra = precision.get("fp8") and f"fp8 {precision['fp8_recipe']}" or precision.get("fp4") and "nvfp4"
-        precision = ("bf16" if precision.get("bf16") else "fp16" if precision.get("fp16") else "fp32") + (f" + {extra}" if extra else "")
+        name = next((kind for kind in ("bf16", "fp16") if precision.get(kind)), "fp32")
+        extra = f" + fp8 {precision['fp8_recipe']}" if precision.get("fp8") else ""
+        precision = name + (" + nvfp4" if precision.get("fp4") else extra)
     return {
         "model_class": model["_target_"].rpartition(".")[2],
         **{name: model[name] for name in names if model.get(name) not in (None, False)},
@@ -362,7 +393,7 @@ def build_recipes(only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def write(path: Path, text: str) -> None:
-    with open(path, "wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as packed:
         packed.write(text.encode())
     print(f"{path}: {path.stat().st_size} bytes")
 
@@ -370,7 +401,8 @@ def write(path: Path, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hf_configs", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "estimator" / "catalog" / "data")
+    here = Path(__file__).resolve().parent
+    parser.add_argument("--out", type=Path, default=here.parent / "estimator" / "catalog" / "data")
     parser.add_argument("--only", default="", help="recipes whose name contains this (for trying out)")
     options = parser.parse_args()
     bridge_stubs.prepare(options.hf_configs)

@@ -25,7 +25,8 @@ DEFAULT_CLASSES = {
 """The class a section is read as when neither recipe nor ``_target_`` says one and Bridge accepts several."""
 
 TARGET_KEYS = frozenset({"_target_", "_call_", "_args_", "_partial_", "_name_"})
-"""Keys of Bridge's YAML that describe an object, not a field of it (megatron-core 0.19.2, training/config/yaml_utils.py)."""
+"""Keys of Bridge's YAML that describe an object, not a field of it (megatron-core 0.19.2,
+training/config/yaml_utils.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ def class_by_short_name(short: str) -> str | None:
 
 
 def new_object(target: str) -> dict[str, Any]:
-    """Document of a fresh object of a known class: ``_target_`` and every default; fields without default are left out."""
+    """Document of a fresh object of a known class: ``_target_`` and every default; fields without default are left
+    out."""
     fields = class_fields(target)
     return {"_target_": target, **{n: _copy(f.default) for n, f in fields.items() if f.default is not MISSING}}
 

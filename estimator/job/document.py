@@ -49,8 +49,8 @@ def build_document(
 ) -> JobDocument:
     """Merge and check. ``config`` is a mapping or YAML text (Bridge's ``run_config.yaml``, whole or partial).
 
-    Raises JobError with all problems found: unknown names with the nearest known one, wrong types, impossible numbers, and
-    what is missing for a model of any kind.
+    Raises JobError with all problems found: unknown names with the nearest known one, wrong types, impossible numbers,
+    and what is missing for a model of any kind.
     """
     base = find_recipe(recipe, module) if recipe is not None else None
     editor = Editor(base.document() if base else default_document())
@@ -76,7 +76,8 @@ def build_document(
 
 
 def default_document() -> dict[str, Any]:
-    """Every section with its class defaults; what may be null is null. Source: megatron-bridge 0.6.2, config.py:919-971."""
+    """Every section with its class defaults; what may be null is null. Source: megatron-bridge 0.6.2,
+    config.py:919-971."""
     document: dict[str, Any] = {}
     for name, section in catalog.sections().items():
         if section.nullable:
@@ -148,11 +149,16 @@ def _check_complete(editor: Editor) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads"):
             pattern = model.get("hybrid_layer_pattern") or model.get("hybrid_override_pattern")
             if not model.get(name) and not (name == "num_layers" and pattern):
-                problems.append(FieldProblem(f"job.config.model.{name}", "is required and not given", "a positive integer"))
-        vocabulary = model.get("vocab_size") or (values.get("tokenizer") or {}).get("vocab_size")
-        if "vocab_size" in model and not vocabulary:
+                problems.append(
+                    FieldProblem(f"job.config.model.{name}", "is required and not given", "a positive integer")
+                )
+        tokenizer = values.get("tokenizer") or {}
+        known = model.get("vocab_size") or tokenizer.get("vocab_size") or tokenizer.get("tokenizer_model")
+        if "vocab_size" in model and not known:
             message = "is required and not given (neither here nor as tokenizer.vocab_size)"
-            problems.append(FieldProblem("job.config.model.vocab_size", message, "the size of the tokenizer's vocabulary"))
+            problems.append(
+                FieldProblem("job.config.model.vocab_size", message, "the size of the tokenizer's vocabulary")
+            )
     for name in ("micro_batch_size", "global_batch_size"):
         if not train.get(name):
             problems.append(FieldProblem(f"job.config.train.{name}", "is required and not given", "a positive integer"))

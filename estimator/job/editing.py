@@ -12,7 +12,8 @@ from estimator.job.values import INERT_PREFIXES, check_value, describe, reduce_o
 
 PRECISION = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
 PAIRED = (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather"))
-"""Fields of MixedPrecisionConfig that follow each other on assignment (megatron-bridge 0.6.2, mixed_precision.py:72-91)."""
+"""Fields of MixedPrecisionConfig that follow each other on assignment (megatron-bridge 0.6.2,
+mixed_precision.py:72-91)."""
 
 
 class Editor:
@@ -59,7 +60,9 @@ class Editor:
         current = self.values[name]
         if name == "mixed_precision" and isinstance(current, str):
             current = catalog.precision_config(current) if self._knows_precision(current, where) else None
-        target = given.get("_target_") or (current.get("_target_") if isinstance(current, dict) else section.default_class)
+        target = given.get("_target_") or (
+            current.get("_target_") if isinstance(current, dict) else section.default_class
+        )
         if not self._check_target(name, target, where):
             return
         assert isinstance(target, str)
@@ -136,7 +139,7 @@ class Editor:
         if target == PRECISION:
             for pair in PAIRED:
                 if key in pair:
-                    owner[pair[0]] = owner[pair[1]] = value
+                    owner.update(dict.fromkeys(pair, value))
         self.mark(path, value, source)
 
     def _check_texts(self, items: list[Any], where: str) -> None:
@@ -176,10 +179,12 @@ class Editor:
             self.values["env_vars"][key] = value
             self.origins[f"env_vars.{key}"] = source
 
-    def _unknown(self, where: str, name: str, known: Any, what: str, owner: str = "") -> None:
+    def _unknown(self, where: str, name: object, known: Any, what: str, owner: str = "") -> None:
         close = catalog.nearest(str(name), known, 1)
         inside = f" in {owner}" if owner else ""
-        self.problems.append(FieldProblem(where, f"no {what}{inside} is called {str(name)[:120]!r}", close[0] if close else None))
+        self.problems.append(
+            FieldProblem(where, f"no {what}{inside} is called {str(name)[:120]!r}", close[0] if close else None)
+        )
 
     # ------------------------------------------------------------------ overrides
 
@@ -198,7 +203,9 @@ class Editor:
         self._apply(operation)
         for index in range(before, len(self.problems)):
             problem = self.problems[index]
-            subject = ".".join((*operation.path, *problem.path.removeprefix(operation.where).strip(".").split("."))).rstrip(".")
+            subject = ".".join(
+                (*operation.path, *problem.path.removeprefix(operation.where).strip(".").split("."))
+            ).rstrip(".")
             self.problems[index] = FieldProblem(operation.where, f"{subject}: {problem.message}", problem.suggestion)
 
     def _apply(self, operation: Operation) -> None:
@@ -260,7 +267,11 @@ class Editor:
             here = ".".join(operation.path[: depth + 1])
             if part not in owner:
                 target = owner.get("_target_")
-                known = catalog.class_fields(target) if isinstance(target, str) and catalog.is_known_class(target) else owner
+                known = (
+                    catalog.class_fields(target)
+                    if isinstance(target, str) and catalog.is_known_class(target)
+                    else owner
+                )
                 self._unknown(operation.where, part, known, "field", ".".join(operation.path[:depth]))
                 return None
             owner = owner[part]
@@ -270,11 +281,14 @@ class Editor:
                 return None
             if isinstance(owner, str) and here == "mixed_precision" and operation.syntax == "hydra":
                 hint = f"mixed_precision={{_target_:{PRECISION},...}}, or Python: cfg.mixed_precision = {owner}()"
-                self.problems.append(FieldProblem(operation.where, f"{here} is the name {owner!r}, not an object", hint))
+                self.problems.append(
+                    FieldProblem(operation.where, f"{here} is the name {owner!r}, not an object", hint)
+                )
                 return None
             if not isinstance(owner, dict):
-                hint = f"cfg.{here} = {owner}() first" if here == "mixed_precision" else None
-                self.problems.append(FieldProblem(operation.where, f"{here} is {describe(owner)}, not an object", hint))
+                advice = f"cfg.{here} = {owner}() first" if here == "mixed_precision" else None
+                message = f"{here} is {describe(owner)}, not an object"
+                self.problems.append(FieldProblem(operation.where, message, advice))
                 return None
         assert isinstance(owner, dict)
         return owner
@@ -289,9 +303,13 @@ class Editor:
                 known = [k for k in owner if k != "_target_"]
                 self._unknown(operation.where, key, known, "field", ".".join(operation.path[:-1]))
             elif operation.syntax == "hydra":
-                self.notes.append(f"~{dotted} has no effect in Bridge: a field of a configuration object cannot be removed")
+                self.notes.append(
+                    f"~{dotted} has no effect in Bridge: a field of a configuration object cannot be removed"
+                )
             else:
-                self.problems.append(FieldProblem(operation.where, f"a field cannot be deleted: {dotted}", f"cfg.{dotted} = None"))
+                self.problems.append(
+                    FieldProblem(operation.where, f"a field cannot be deleted: {dotted}", f"cfg.{dotted} = None")
+                )
             return
         if key in owner:
             if operation.syntax == "hydra" and operation.value is not None and owner[key] != operation.value:

@@ -1,10 +1,11 @@
 """What Megatron-Bridge makes of a job before it trains: ``runtime_config_update`` as a pure function.
 
-Environment defaults, then ``mixed_precision``, then ``comm_overlap``, then ``ConfigContainer.validate()`` overwrite what the
-job says. Only the overwriting is modelled here; what Bridge refuses is told by ``estimator.rules``, so nothing raises.
-Source: megatron-bridge 0.6.2, training/config.py:1158-1534 and 1853-1890, training/mixed_precision.py:93-157,
-training/comm_overlap.py:431-643; megatron-core 0.19.2 ``__post_init__`` of the configurations. Sections that nothing changes
-are shared with the input, the others are shallow copies: a call for one candidate costs well under a millisecond.
+Environment defaults, then ``mixed_precision``, then ``comm_overlap``, then ``ConfigContainer.validate()`` overwrite
+what the job says. Only the overwriting is modelled here; what Bridge refuses is told by ``estimator.rules``, so nothing
+raises. Source: megatron-bridge 0.6.2, training/config.py:1158-1534 and 1853-1890, training/mixed_precision.py:93-157,
+training/comm_overlap.py:431-643; megatron-core 0.19.2 ``__post_init__`` of the configurations. Sections that nothing
+changes are shared with the input, the others are shallow copies: a call for one candidate costs well under a
+millisecond.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ COMM_FIELDS = (
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
 )
-"""What ``comm_overlap`` hands on; a field left None there still overwrites with None. Source: comm_overlap.py:380-403."""
+"""What ``comm_overlap`` hands on; a field left None there still overwrites with None. Source:
+comm_overlap.py:380-403."""
 
 OVERLAP_BUCKET_SIZE = 128 * 1024 * 1024
 """Elements. Source: comm_overlap.py:575."""
@@ -102,8 +104,8 @@ def effective_document(
 ) -> EffectiveJob:
     """The document after ``runtime_config_update`` on ``world_size`` ranks.
 
-    ``env``: variables exported outside the job; they win over ``env_vars`` (config.py:1832-1850). ``gpu_family`` is taken
-    for what later versions key on it; 0.6.2 changes nothing by it. Never raises for a well-formed document.
+    ``env``: variables exported outside the job; they win over ``env_vars`` (config.py:1832-1850). ``gpu_family`` is
+    taken for what later versions key on it; 0.6.2 changes nothing by it. Never raises for a well-formed document.
     """
     draft = Draft(values)
     environment = _environment(draft, env)
@@ -185,7 +187,7 @@ def _comm_overlap(draft: Draft, data_parallel_size: int) -> None:
         batch_p2p_comm=pipelined and not interleaved,
     )
     _apply_overlap(draft, "model", usual, chosen)
-    if draft.get("model", "tp_comm_overlap"):
+    if draft.get("model", "tp_comm_overlap") and draft.has("model", "tp_comm_overlap_cfg"):
         layers = chosen["tp_comm_overlap_cfg"]
         draft.set("model", "tp_comm_overlap_cfg", _without_nulls(layers), "O2 comm_overlap")
     if draft.get("ddp", "use_distributed_optimizer"):

@@ -1,8 +1,9 @@
 """What finalizing the model configuration fills in or overwrites.
 
-Source: megatron-bridge 0.6.2, models/transformer_config.py:169-195 and utils/cuda_graph.py:142-165; megatron-core 0.19.2,
-transformer/transformer_config.py:1294-2560, model_parallel_config.py (``__post_init__``), transformer/cuda_graph_config.py.
-Initialisation functions (``init_method`` and its kin) are left alone: they hold no memory.
+Source: megatron-bridge 0.6.2, models/transformer_config.py:169-195, utils/cuda_graph.py:142-165; megatron-core 0.19.2,
+transformer/transformer_config.py:1294-2560, model_parallel_config.py (``__post_init__``),
+transformer/cuda_graph_config.py. Initialisation functions (``init_method`` and its kin) are left alone: they hold no
+memory.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def finalize(draft: Draft) -> None:
     def put(name: str, value: Any, rule: str = RULE) -> None:
         draft.set("model", name, value, rule)
 
+    _hybrid_pattern(draft)
     _hybridep_padding(draft)
     if get("cuda_graph_impl") == "none":
         _clear_graph_modules(draft)
@@ -66,6 +68,26 @@ def finalize(draft: Draft) -> None:
     _cuda_graphs(draft)
     if draft.get("dataset", "enable_in_batch_packing") and (get("pipeline_model_parallel_size") or 1) > 1:
         put("variable_seq_lengths", True)
+
+
+def _hybrid_pattern(draft: Draft) -> None:
+    """One pattern for decoder and MTP layers, and the number of layers from it (hybrid_provider.py:170-254)."""
+    old = draft.get("model", "hybrid_override_pattern")
+    if old is not None:
+        draft.set("model", "hybrid_layer_pattern", old, RULE)
+        draft.set("model", "hybrid_override_pattern", None, RULE)
+    pattern = draft.get("model", "hybrid_layer_pattern")
+    if not isinstance(pattern, str):
+        return
+    mtp = draft.get("model", "mtp_hybrid_override_pattern")
+    if mtp:
+        copies = draft.get("model", "mtp_num_layers") or 0
+        if draft.get("model", "mtp_use_repeated_layer"):
+            copies = max(1, copies)
+        pattern = "/".join([pattern.partition("/")[0], *([mtp] * min(copies, 1000))])
+        draft.set("model", "hybrid_layer_pattern", pattern if copies else pattern + "/", RULE)
+    layers = sum(1 for char in pattern.partition("/")[0] if char not in "|[]")
+    draft.set("model", "num_layers", layers, RULE)
 
 
 def _weight_shards(draft: Draft) -> None:

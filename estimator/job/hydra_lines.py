@@ -1,7 +1,7 @@
 """Hydra-style override strings, as Bridge's scripts take them on the command line.
 
 The grammar is the part of hydra-core 1.3's override grammar that Bridge's ``parse_hydra_overrides`` can apply
-(megatron-bridge 0.6.2, training/utils/omegaconf_utils.py:142-170): one value a key, with quotes, lists and mappings. Sweeps,
+(megatron-bridge 0.6.2, training/utils/omegaconf_utils.py:142-170): one value a key, quotes, lists and mappings. Sweeps,
 interpolations and config groups are told apart and refused by name. Read by hand, without evaluating anything.
 """
 
@@ -14,7 +14,9 @@ from estimator.job.operations import Operation, Unreadable
 
 _HEAD = re.compile(r"\s*(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)\s*(?P<eq>=)?", re.ASCII)
 _INT = re.compile(r"[+-]?(?:0|[1-9](?:_?[0-9])*)")
-_FLOAT = re.compile(r"[+-]?(?:(?:[0-9](?:_?[0-9])*)?\.[0-9](?:_?[0-9])*|[0-9](?:_?[0-9])*\.?)(?:[eE][+-]?[0-9](?:_?[0-9])*)?")
+_FLOAT = re.compile(
+    r"[+-]?(?:(?:[0-9](?:_?[0-9])*)?\.[0-9](?:_?[0-9])*|[0-9](?:_?[0-9])*\.?)(?:[eE][+-]?[0-9](?:_?[0-9])*)?"
+)
 _SPECIAL = re.compile(r"[+-]?(?:inf|nan)", re.IGNORECASE)
 _CAST = re.compile(r"\s*(?P<name>int|float|str|bool)\((?P<value>.*)\)\s*", re.DOTALL)
 _PLAIN = re.compile(r"(?:[\w/\-+.$%*@?|:= \t]|\\[\\()\[\]{}:=, \t]|[^\x00-\x7f])*")
@@ -50,7 +52,9 @@ def read_value(text: str) -> Any:
     if reader.position < len(text):
         rest = text[reader.position :]
         if rest.startswith(","):
-            raise Unreadable("is a sweep over several values; give one value, or a list in [ ]", f"[{text.strip()[:60]}]")
+            raise Unreadable(
+                "is a sweep over several values; give one value, or a list in [ ]", f"[{text.strip()[:60]}]"
+            )
         raise Unreadable(f"has something after its value: {rest[:40]!r}")
     return value
 
@@ -167,7 +171,11 @@ def _typed(raw: str) -> Any:
 def _cast(name: str, value: Any) -> Any:
     try:
         if name == "str":
-            return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not _is_number(value) else str(value)
+            return (
+                {True: "true", False: "false", None: "null"}.get(value, str(value))
+                if not _is_number(value)
+                else str(value)
+            )
         if name == "bool":
             return value.lower() == "true" if isinstance(value, str) else bool(value)
         return int(value) if name == "int" else float(value)

@@ -59,6 +59,10 @@ def _unknown_recompute(value: Any, values: Values) -> bool:
     return selective and bool(set(value or ()) - modelled)
 
 
+def _vocabulary_unknown(value: Any, values: Values) -> bool:
+    return not value and not (values.get("tokenizer") or {}).get("vocab_size")
+
+
 NOT_MODELLED: tuple[Row, ...] = (
     # path, predicate(value, whole document), what the field says
     ("model._target_", lambda v, _: v not in MODELLED_MODEL_CLASSES, "this model class"),
@@ -71,6 +75,7 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("model.is_hybrid_model", _is_set, "hybrid (Mamba) layers"),
     ("model.experimental_attention_variant", _given, "an experimental attention variant"),
     ("model.heterogeneous_block_specs", _is_set, "layers of different shapes"),
+    ("model.vocab_size", _vocabulary_unknown, "a vocabulary whose size only the tokenizer knows"),
     ("model.fp8", _is_set, "FP8"),
     ("model.fp4", _is_set, "FP4"),
     ("model.bf16", lambda v, _: not v, "training in anything but BF16"),
@@ -124,11 +129,9 @@ def fields_in_the_way(values: Values) -> tuple[FieldProblem, ...]:
     for path, predicate, what in NOT_MODELLED:
         section, _, name = path.partition(".")
         owner = values.get(section)
-        if name and not isinstance(owner, dict):
+        if name and not (isinstance(owner, dict) and name in owner):
             continue
-        if name and name not in owner:
-            continue
-        value = owner[name] if name else owner
+        value = owner[name] if name and isinstance(owner, dict) else owner
         if predicate(value, values):
             found.append(FieldProblem(f"job.config.{path}", f"{what} is not modelled yet ({_short(value)})"))
     return tuple(found)

@@ -18,11 +18,11 @@ def read_overrides(overrides: Sequence[str], prefix: str = "job.overrides") -> l
     """All operations in order. Raises JobError with every override that cannot be read."""
     problems: list[FieldProblem] = []
     operations: list[Operation] = []
-    if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+    if isinstance(overrides, str) or not isinstance(overrides, (list, tuple)):
         raise JobError([FieldProblem(prefix, "must be a list of texts", '["train.micro_batch_size=1"]')])
     if len(overrides) > MAX_OVERRIDES:
         raise JobError([FieldProblem(prefix, f"has {len(overrides)} entries", f"at most {MAX_OVERRIDES}")])
-    if sum(len(text) for text in overrides if isinstance(text, str)) > MAX_TOTAL_CHARS:
+    if sum(len(str(text)) for text in overrides) > MAX_TOTAL_CHARS:
         raise JobError([FieldProblem(prefix, f"is longer than {MAX_TOTAL_CHARS} characters in all")])
     for index, text in enumerate(overrides):
         where = f"{prefix}[{index}]"

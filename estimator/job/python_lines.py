@@ -1,8 +1,8 @@
 """Python override lines (``cfg.ddp.use_megatron_fsdp = True``), read with ``ast`` and never executed.
 
-Assignments to attributes of ``cfg`` and to keys of its mappings are read; values are literals, bounded arithmetic, other
-fields of ``cfg``, torch dtypes, functions and enum members by name, and calls of a fixed set of constructors: Bridge's
-configuration dataclasses and its mixed-precision recipes (megatron-bridge 0.6.2, training/mixed_precision.py).
+Assignments to attributes of ``cfg`` and to keys of its mappings are read; values are literals, bounded arithmetic,
+other fields of ``cfg``, torch dtypes, functions and enum members by name, and calls of a fixed set of constructors:
+Bridge's configuration dataclasses and its mixed-precision recipes (megatron-bridge 0.6.2, training/mixed_precision.py).
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _statement(node: ast.stmt, where: str, text: str) -> list[Operation]:
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
         for name in names:
             if name.partition(".")[0] not in IMPORTABLE:
-                raise Unreadable(f"imports {name[:60]!r}; only torch and megatron names are read, and nothing is executed")
+                raise Unreadable(
+                    f"imports {name[:60]!r}; only torch and megatron names are read, and nothing is executed"
+                )
         return []
     if isinstance(node, ast.Assign):
         value = functools.partial(_evaluate, node.value)
@@ -91,7 +93,9 @@ def _statement(node: ast.stmt, where: str, text: str) -> list[Operation]:
         return _expression(node.value, where, line)
     if isinstance(node, ast.Pass):
         return []
-    raise Unreadable(f"only assignments to cfg are read, not {line[:60]!r} ({type(node).__name__})", "cfg.SECTION.FIELD = VALUE")
+    raise Unreadable(
+        f"only assignments to cfg are read, not {line[:60]!r} ({type(node).__name__})", "cfg.SECTION.FIELD = VALUE"
+    )
 
 
 def _expression(node: ast.expr, where: str, line: str) -> list[Operation]:
@@ -129,7 +133,9 @@ def _path(node: ast.expr) -> tuple[str, ...]:
             node = node.value
         elif isinstance(node, ast.Name):
             if node.id not in ROOTS:
-                raise Unreadable(f"assigns to {node.id[:60]!r}; only fields of cfg are read", "cfg.SECTION.FIELD = VALUE")
+                raise Unreadable(
+                    f"assigns to {node.id[:60]!r}; only fields of cfg are read", "cfg.SECTION.FIELD = VALUE"
+                )
             if not parts:
                 raise Unreadable("replaces cfg as a whole; assign its fields", "cfg.SECTION.FIELD = VALUE")
             return tuple(reversed(parts))
@@ -230,7 +236,9 @@ def _attribute(node: ast.expr, lookup: Lookup) -> Any:
 
 def _call(node: ast.Call, lookup: Lookup) -> Any:
     function = node.func
-    name = function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    name = (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
     if any(keyword.arg is None for keyword in node.keywords):
         raise Unreadable("passes **keywords, which are not read")
     keywords = {keyword.arg: _evaluate(keyword.value, lookup) for keyword in node.keywords if keyword.arg}

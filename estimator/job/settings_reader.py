@@ -52,10 +52,10 @@ def read_settings(effective: Mapping[str, Any], world_size: int, stack: Stack | 
 def vocab_size(values: Mapping[str, Any]) -> tuple[int, str]:
     """(rows of the embedding table over all tensor-parallel ranks, where the number comes from).
 
-    Bridge takes the tokenizer's vocabulary, padded to ``make_vocab_size_divisible_by * TP``, where the model names none or
-    ``tokenizer.use_tokenizer_vocab_size`` is set (as in every library pretraining recipe, whose null tokenizer has 32000
-    entries); else the model's own, unpadded. A real tokenizer's size is not in the configuration: the model's is used.
-    Source: megatron-bridge 0.6.2, training/setup.py:291-299,681-721; models/gpt_provider.py:246-253.
+    Bridge takes the tokenizer's vocabulary, padded to ``make_vocab_size_divisible_by * TP``, where the model names none
+    or ``tokenizer.use_tokenizer_vocab_size`` is set (as in every library pretraining recipe, whose null tokenizer has
+    32000 entries); else the model's own, unpadded. A real tokenizer's size is not in the configuration: the model's is
+    used. Source: megatron-bridge 0.6.2, training/setup.py:291-299,681-721; models/gpt_provider.py:246-253.
     """
     model, tokenizer = values["model"], values.get("tokenizer") or {}
     null = str(tokenizer.get("tokenizer_type")).startswith("Null")
@@ -65,20 +65,45 @@ def vocab_size(values: Mapping[str, Any]) -> tuple[int, str]:
     if of_tokenizer and (null or own is None):
         size, source = of_tokenizer, "tokenizer.vocab_size"
     else:
-        size, source = own or of_tokenizer or 0, "model.vocab_size, for the tokenizer's that is only known when it is loaded"
+        size, source = (
+            own or of_tokenizer or 0,
+            "model.vocab_size, for the tokenizer's that is only known when it is loaded",
+        )
     multiple = (model.get("make_vocab_size_divisible_by") or 1) * (model.get("tensor_model_parallel_size") or 1)
     return -(-size // multiple) * multiple, source
 
 
 def _model(values: Mapping[str, Any]) -> ModelSettings:
     model = values["model"]
-    same = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length normalization "
-        "gated_linear_unit add_bias_linear add_qkv_bias qk_layernorm share_embeddings_and_output_weights "
-        "position_embedding_type rotary_percent attention_output_gate attention_dropout hidden_dropout transformer_impl "
-        "bias_dropout_fusion masked_softmax_fusion cross_entropy_loss_fusion cross_entropy_fusion_impl "
-        "gradient_accumulation_fusion calculate_per_token_loss init_model_with_meta_device use_cpu_initialization"
-    ).split()
+    same = [
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "seq_length",
+        "normalization",
+        "gated_linear_unit",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "share_embeddings_and_output_weights",
+        "position_embedding_type",
+        "rotary_percent",
+        "attention_output_gate",
+        "attention_dropout",
+        "hidden_dropout",
+        "transformer_impl",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "cross_entropy_loss_fusion",
+        "cross_entropy_fusion_impl",
+        "gradient_accumulation_fusion",
+        "calculate_per_token_loss",
+        "init_model_with_meta_device",
+        "use_cpu_initialization",
+    ]
     rope = model.get("position_embedding_type") == "rope"
     window = model.get("window_size")
     return ModelSettings(
@@ -94,11 +119,16 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
 
 
 def _parallel(model: Mapping[str, Any], world_size: int) -> ParallelSettings:
-    same = (
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
-    ).split()
+    same = [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "sequence_parallel",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    ]
     return ParallelSettings(world_size=world_size, **{name: model[name] for name in same if name in model})
 
 
@@ -135,10 +165,16 @@ def _sharding(values: Mapping[str, Any], parallel: ParallelSettings) -> Sharding
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> OptimizerSettings:
-    names = (
-        "optimizer use_precision_aware_optimizer main_params_dtype main_grads_dtype exp_avg_dtype exp_avg_sq_dtype "
-        "store_param_remainders clip_grad"
-    ).split()
+    names = [
+        "optimizer",
+        "use_precision_aware_optimizer",
+        "main_params_dtype",
+        "main_grads_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "store_param_remainders",
+        "clip_grad",
+    ]
     return OptimizerSettings(**{name: optimizer[name] for name in names if name in optimizer})
 
 
@@ -173,6 +209,8 @@ def allocator_setting(env: Mapping[str, Any]) -> tuple[bool, str]:
     for name in ALLOCATOR_VARIABLES:
         if env.get(name) is not None:
             options = [part.strip() for part in str(env[name]).split(",")]
-            chosen = [o.partition(":")[2].strip() for o in options if o.partition(":")[0].strip() == "expandable_segments"]
+            chosen = [
+                o.partition(":")[2].strip() for o in options if o.partition(":")[0].strip() == "expandable_segments"
+            ]
             return bool(chosen) and chosen[-1] == "True", f"{name}={env[name]}"
     return False, "PyTorch's default"

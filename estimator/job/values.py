@@ -1,7 +1,8 @@
 """Single values of a job document: their canonical form, and whether a field takes them.
 
-Canonical: dtypes as "bfloat16", "float32", "float16" ...; functions, classes and enum members by bare name; everything else
-as JSON has it. Bridge's YAML objects (``{_target_: torch.bfloat16, _call_: false}``) become such names; nothing is imported.
+Canonical: dtypes as "bfloat16", "float32", "float16" ...; functions, classes and enum members by bare name; everything
+else as JSON has it. Bridge's YAML objects (``{_target_: torch.bfloat16, _call_: false}``) become such names; nothing is
+imported.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ MAX_DEPTH = 24
 MAX_ITEMS = 200_000
 
 DTYPES = {
-    **{name: "float32" for name in ("float32", "fp32", "float", "32", "32-true")},
-    **{name: "float16" for name in ("float16", "fp16", "half", "16", "16-mixed")},
-    **{name: "bfloat16" for name in ("bfloat16", "bf16", "bf16-mixed")},
-    **{name: "float64" for name in ("float64", "double")},
+    **dict.fromkeys(("float32", "fp32", "float", "32", "32-true"), "float32"),
+    **dict.fromkeys(("float16", "fp16", "half", "16", "16-mixed"), "float16"),
+    **dict.fromkeys(("bfloat16", "bf16", "bf16-mixed"), "bfloat16"),
+    **dict.fromkeys(("float64", "double"), "float64"),
     **{name: name for name in ("uint8", "int8", "int32", "int64", "float8_e4m3fn", "float8_e5m2")},
     "fp8": "float8_e4m3fn",
 }
@@ -210,4 +211,6 @@ def describe(value: Any) -> str:
         return f"the text {value[:60]!r}"
     if isinstance(value, (int, float)):
         return f"the number {value}"
-    return {list: "a list", dict: "a mapping"}.get(type(value), type(value).__name__)
+    if isinstance(value, list):
+        return "a list"
+    return "a mapping" if isinstance(value, dict) else str(type(value).__name__)
