@@ -10,11 +10,11 @@ import typer
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.cli.failures import FAULT, Failure
+from app.cli.failures import BAD_INPUT, FAULT, Failure
 from app.db import migrations
 from app.db.models import Recommendation
 from app.db.session import Database, create_database_engine
-from app.problems import Problem
+from app.problems import Problem, of_validation_error
 from app.schemas import RecommendBody
 from app.services import storage
 from app.settings import Settings, get_settings
@@ -74,7 +74,12 @@ def _settings() -> Settings:
     try:
         return get_settings()
     except ValidationError as error:
-        raise Failure(Problem("unavailable", f"a setting is wrong: {error}")) from error
+        raise Failure(Problem("unavailable", _wrong_setting(error))) from error
+
+
+def _wrong_setting(error: ValidationError) -> str:
+    problems = of_validation_error(error, Settings).errors
+    return "; ".join(f"OOMBUDSMAN_{problem.path.upper()} {problem.message}" for problem in problems)
 
 
 @contextmanager
@@ -98,8 +103,8 @@ def _ending() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        typer.echo(f"error: a setting is wrong: {error}", err=True)
-        raise typer.Exit(2) from error
+        typer.echo(f"error: {_wrong_setting(error)}", err=True)
+        raise typer.Exit(BAD_INPUT) from error
     except Failure as failure:
         typer.echo(f"error: {failure.problem.detail}", err=True)
         raise typer.Exit(FAULT) from failure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +31,8 @@ OPTIONS = {
     "stack": "--stack",
 }
 
+EXAMPLES = {"cluster.gpu": "--gpu h100-80gb", "cluster.num_gpus": "--num-gpus 8"}
+
 
 class Failure(Exception):
     """The command cannot go on; carries the problem to show."""
@@ -59,7 +60,9 @@ def warn(text: str) -> None:
 
 def _end(problem: Problem, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(problem.as_dict(), ensure_ascii=False) + "\n")
+        from app.services.answers import encode
+
+        sys.stdout.write(encode(problem.as_dict()).decode() + "\n")
     else:
         sys.stderr.write(_words(problem))
     raise Exit({"not-modelled": NOT_MODELLED, "internal-error": FAULT}.get(problem.slug, BAD_INPUT))
@@ -72,8 +75,9 @@ def _words(problem: Problem) -> str:
         option = _option(error["path"])
         where = error["path"] if option is None else f"{option} ({error['path']})"
         lines.append(f"  {where}: {error['message']}")
-        if error["suggestion"]:
-            lines.append(f"    try: {error['suggestion']}")
+        suggestion = error["suggestion"] or EXAMPLES.get(error["path"])
+        if suggestion:
+            lines.append(f"    try: {suggestion}")
     return "\n".join(lines or [body["detail"]]) + "\n"
 
 

@@ -68,9 +68,9 @@ def build(options: Options, model: type[BodyType]) -> BodyType:
     }
     if not any(job.values()):
         raise refusal("--recipe", "no job was given", "--recipe llama3_8b_pretrain_config, or --config run_config.yaml")
-    body = {"job": _given(job), "cluster": _given(cluster), "stack": _pairs(options.stack), **options.more}
+    body = {"job": _given(job), "cluster": _given(cluster), **_given({"stack": _pairs(options.stack), **options.more})}
     try:
-        return model.model_validate(_given(body))
+        return model.model_validate(body)
     except ValidationError as error:
         raise Failure(of_validation_error(error, model)) from error
 
@@ -121,7 +121,7 @@ def quantity(text: str | None, option: str) -> int | None:
     unit = UNITS.get(match[2].lower() or "gib") if match else None
     if match is None or unit is None:
         raise refusal(option, f"{text!r} is not an amount of memory", "70, 70GiB or 71680MiB")
-    return round(float(str(match[1])) * unit)
+    return int(float(match[1]) * unit)
 
 
 def read_text(path: Path, option: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -157,11 +158,10 @@ def _recommendations(recommendations: Sequence[Mapping[str, Any]], show: int) ->
         if show in (0, int(item.get("rank", place))):
             _recommendation(item, place)
     others = [str(item.get("rank", place)) for place, item in enumerate(recommendations, start=1)]
-    if show != 0 and len(others) > 1:
+    others = [number for number in others if number != str(show)]
+    if show != 0 and others:
         _blank()
-        _paragraph(
-            f"The others in full: --show {' or '.join(n for n in others if n != str(show))}, or --show 0 for all."
-        )
+        _paragraph(f"In full: --show {' or '.join(others)}" + (", or --show 0 for all." if len(others) > 1 else "."))
 
 
 def _recommendation(item: Mapping[str, Any], place: int) -> None:
@@ -177,6 +177,7 @@ def _recommendation(item: Mapping[str, Any], place: int) -> None:
         _block("Environment, on every node:", "\n".join(exports))
     _block("Or on the command line:", _cli(override.get("cli")), _reason(override, "cli"))
     _block("Launch:", (override.get("launch") or {}).get("torchrun"))
+    _blank()
     _paragraph(_labelled("Checkpoints", (item.get("checkpoint") or {}).get("text")), indent=2)
     for warning in item.get("warnings") or ():
         _paragraph(_labelled("Mind", warning.get("text") if isinstance(warning, Mapping) else warning), indent=2)
@@ -286,15 +287,23 @@ def _line(text: str, style: str = "") -> None:
 
 def _paragraph(text: str | None, indent: int = 0) -> None:
     if text:
-        console().print(Padding(Text(str(text)), (0, 0, 0, indent)))
+        _wrapped(str(text), " " * indent, " " * indent)
 
 
 def _bullet(text: str) -> None:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
-    grid.add_row("-", Text(text))
-    console().print(Padding(grid, (0, 0, 0, 2)))
+    _wrapped(text, "  - ", "    ")
+
+
+def _wrapped(text: str, first: str, later: str) -> None:
+    lines = textwrap.wrap(
+        text,
+        console().width,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    console().print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _block(label: str, text: str | None, reason: str | None = None) -> None:
@@ -303,9 +312,9 @@ def _block(label: str, text: str | None, reason: str | None = None) -> None:
         _blank()
         _line(label)
         console().print(Text(text.rstrip("\n"), style="cyan"), soft_wrap=True)
-        _blank()
     elif reason:
-        _line(f"{label} not possible: {reason}")
+        _blank()
+        _paragraph(f"{label} not possible: {reason}", indent=2)
 
 
 def _blank() -> None:
