@@ -3,6 +3,8 @@ torch 2.11 aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (sorted backward
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from estimator.components import ACTIVATION_GRADIENTS, RESIDUAL, WEIGHT_GRADIENTS
 from estimator.job.settings import ModelSettings
 from estimator.model.program import GradReady, Program, Step
@@ -13,6 +15,7 @@ _ROWS_PER_PARTIAL = 10
 _INDEX_BYTES = 8
 
 
+@lru_cache(maxsize=512)
 def embedding_program(model: ModelSettings, x: Shapes, tied: bool, fused_wgrad: bool) -> Program:
     """Forward leaves ``output``; backward turns ``^grad`` into the dense gradient of the embedding table."""
     s = Scribe()

@@ -8,6 +8,8 @@ for a moment, in forward and in backward (fusions/fused_cross_entropy.py); the u
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from estimator.components import ACTIVATION_GRADIENTS, LOGITS, NORMS, WEIGHT_GRADIENTS
 from estimator.job.settings import ModelSettings
 from estimator.model.norms import backward_workspace, free_statistics, write_statistics
@@ -23,6 +25,7 @@ def cross_entropy_kind(model: ModelSettings) -> str:
     return "te" if model.cross_entropy_fusion_impl == "te" else "native"
 
 
+@lru_cache(maxsize=512)
 def head_program(model: ModelSettings, x: Shapes, tied_on_one_stage: bool, fused_wgrad: bool) -> Program:
     """Forward from ``prev/output`` to the loss; backward from the loss to ``^grad``."""
     kind = cross_entropy_kind(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from estimator.components import ACTIVATION_GRADIENTS, RESIDUAL
 from estimator.job.settings import ModelSettings
 from estimator.model.attention import Attention
@@ -11,6 +13,7 @@ from estimator.model.shapes import Shapes
 from estimator.timeline import Block, Buffer, Scribe, rounded
 
 
+@lru_cache(maxsize=512)
 def layer_program(
     model: ModelSettings,
     shapes: Shapes,
@@ -34,6 +37,7 @@ def layer_program(
     return Program(forward, tuple(step for step in steps if not (isinstance(step, Block) and not step.ops)))
 
 
+@lru_cache(maxsize=512)
 def discarded_forward(model: ModelSettings, shapes: Shapes) -> Block:
     """Forward under full activation checkpointing: nothing is saved but ``output``."""
     s = Scribe()

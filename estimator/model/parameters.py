@@ -7,8 +7,9 @@ built before linear_qkv), transformer/mlp.py, models/gpt/gpt_model.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from estimator.job.settings import ModelSettings, Settings
+from estimator.job.settings import ModelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,16 @@ def layer_parameters(model: ModelSettings, tensor_parallel: int, layer: int) -> 
     return parameters
 
 
-def stage_parameters(settings: Settings, num_layers: int, pre_process: bool, post_process: bool) -> tuple[Parameter, ...]:
+@lru_cache(maxsize=512)
+def stage_parameters(
+    model: ModelSettings, tensor_parallel: int, num_layers: int, pre_process: bool, post_process: bool
+) -> tuple[Parameter, ...]:
     """Parameters of one pipeline stage that holds ``num_layers`` decoder layers.
 
     With tied embeddings the last stage of a pipeline holds its own copy of the embedding table; without a pipeline the
     table exists once.
     """
-    model, t = settings.model, settings.parallel.tensor_model_parallel_size
+    t = tensor_parallel
     tied = model.share_embeddings_and_output_weights
     vocab = model.vocab_size // t
     parameters: list[Parameter] = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-STEADY_ROUNDS = 3
-"""Rounds of one forward and one backward that are written out. Later rounds repeat the third to the byte: every buffer
+STEADY_ROUNDS = 2
+"""Rounds of one forward and one backward that are written out. Later rounds repeat the second to the byte: every buffer
 that a round makes, the next one frees. The first and last microbatch are always among those written out."""
 
 

@@ -24,6 +24,12 @@ from estimator.timeline import COMPUTE, GATHER
 MIN_COMMUNICATION_UNIT = 1_000_000_000
 """Elements; megatron_fsdp.py:438-440 says "cap" and takes the maximum."""
 
+_MODULE_OF = {
+    "word_embeddings": "embedding",
+    "position_embeddings": "embedding",
+    "final_norm_weight": "final_norm",
+    "final_norm_bias": "final_norm",
+}
 _VOCABULARY_TABLES = ("word_embeddings", "output_layer", "position_embeddings")
 
 
@@ -46,6 +52,9 @@ class MegatronFsdp(Strategy):
         for g in self.groups:
             if g.unit is not None:
                 self.unit_groups.setdefault(g.unit, []).append(g.index)
+        self.module_buckets = self._buckets_by_module()
+        self.sizes = [g.size for g in self.groups]
+        self.queued = 0
         self.queue_capacity = self._communication_unit()
         self.prefetch_size = self.queue_capacity // 2
         self.double_buffered = sharding.fsdp_double_buffer and self.weights_sharded
@@ -176,49 +185,43 @@ class MegatronFsdp(Strategy):
         """``prefetch``: 0 none, +1 towards higher bucket numbers, -1 towards lower."""
         if not wanted or not self.states_sharded:
             return
-        buckets = sorted(set(wanted))
-        self.releasable -= set(buckets)
+        buckets = set(wanted)
+        self.releasable -= buckets
         units = {self.groups[i].unit for i in buckets} - {None}
         if prefetch and not (self.double_buffered and not units):
-            base = sum(self.groups[i].size for i in buckets)
-            while (following := self._next(buckets, prefetch)) is not None:
-                if sum(self.groups[i].size for i in buckets) - base >= self.prefetch_size:
+            prefetched = 0
+            following = min(buckets) if prefetch > 0 else max(buckets)
+            while prefetched < self.prefetch_size:
+                while following in buckets:
+                    following += prefetch
+                if not 0 <= following < len(self.groups):
                     break
                 unit = self.groups[following].unit
                 if self.double_buffered and len(units | {unit}) > 2:
                     break
                 units.add(unit)
-                members = self.unit_groups.get(unit, [following]) if unit is not None else [following]
-                buckets = sorted(set(buckets) | set(members))
-        for index in buckets:
+                for index in [following] if unit is None else self.unit_groups[unit]:
+                    if index not in buckets:
+                        buckets.add(index)
+                        prefetched += self.sizes[index]
+        for index in sorted(buckets):
             if index not in self.ready:
                 self._gather(index)
 
-    def _next(self, buckets: list[int], direction: int) -> int | None:
-        present = set(buckets)
-        index = buckets[0] if direction > 0 else buckets[-1]
-        while index in present:
-            index += direction
-        return index if 0 <= index < len(self.groups) else None
-
-    def _buckets_of(self, unit: Unit) -> list[int]:
-        """Buckets of the parameters that a module's hook gathers."""
-        if unit == "embedding":
-            names = [(None, "word_embeddings"), (None, "position_embeddings")]
-        elif unit == "final_norm":
-            names = [(None, "final_norm_weight"), (None, "final_norm_bias")]
-        elif unit == "output_layer":
-            names = [(None, "output_layer")]
-        else:
-            return sorted({g.index for key, g in self.group_of.items() if key[0] == unit})
-        return sorted({self.group_of[n].index for n in names if n in self.group_of})
+    def _buckets_by_module(self) -> dict[Unit, list[int]]:
+        """Buckets of the parameters that each module's hook gathers."""
+        modules: dict[Unit, set[int]] = {}
+        for (layer, name), group in self.group_of.items():
+            module: Unit = layer if layer is not None else _MODULE_OF.get(name, name)
+            modules.setdefault(module, set()).add(group.index)
+        return {module: sorted(indices) for module, indices in modules.items()}
 
     def before_forward(self, unit: Unit) -> None:
         """Modules outside of units prefetch only before the first backward: afterwards nothing takes them out of the
         pre-backward state, in which forward prefetch is left out (megatron_fsdp.py:780-798, 939-948)."""
         prefetch = 0 if self.has_run_backward and not isinstance(unit, int) else 1
         for module in ("final_norm", "output_layer") if unit == "head" else (unit,):
-            self._all_gather(self._buckets_of(module), prefetch)
+            self._all_gather(self.module_buckets.get(module, []), prefetch)
 
     def after_forward(self, unit: Unit) -> None:
         if self.weights_sharded and isinstance(unit, int):
@@ -231,7 +234,7 @@ class MegatronFsdp(Strategy):
             self.releasable |= {i for indices in self.unit_groups.values() for i in indices}
 
     def before_recompute(self, unit: Unit) -> None:
-        self._all_gather(self._buckets_of(unit), prefetch=0)
+        self._all_gather(self.module_buckets.get(unit, []), prefetch=0)
 
     def after_recompute(self, unit: Unit) -> None:
         if self.weights_sharded and isinstance(unit, int):
@@ -239,7 +242,7 @@ class MegatronFsdp(Strategy):
 
     def before_backward(self, unit: Unit) -> None:
         if self.weights_sharded and isinstance(unit, int):
-            self._all_gather(self._buckets_of(unit), prefetch=-1)
+            self._all_gather(self.module_buckets.get(unit, []), prefetch=-1)
 
     def after_backward(self, unit: Unit) -> None:
         self.after_forward(unit)
@@ -268,7 +271,7 @@ class MegatronFsdp(Strategy):
                 break
             keep += 1
         while len(self.queue) > keep:
-            self._free_bucket(self.queue.pop(0))
+            self._pop_queue()
 
     def grad_ready(self, parameter: Parameter) -> None:
         self.needs_main_grad(parameter)
@@ -279,17 +282,22 @@ class MegatronFsdp(Strategy):
         if self.ready_params[group.index] < len(group.parameters):
             return
         self.ready_params[group.index] = 0
-        while sum(self.groups[i].size for i in self.queue) > self.queue_capacity:
-            self._free_bucket(self.queue.pop(0))
+        while self.queued > self.queue_capacity:
+            self._pop_queue()
         self.queue.append(group.index)
+        self.queued += group.size
+
+    def _pop_queue(self) -> None:
+        index = self.queue.pop(0)
+        self.queued -= self.sizes[index]
+        self._free_bucket(index)
 
     def _free_bucket(self, index: int) -> None:
         self._free_or_return("grads", f"bucket/{index}")
 
     def end_backward(self, is_last: bool) -> None:
-        for index in self.queue:
-            self._free_bucket(index)
-        self.queue.clear()
+        while self.queue:
+            self._pop_queue()
         for g in self.groups:
             self._free_bucket(g.index)
         self.ready_params.clear()

@@ -48,12 +48,31 @@ def step_timeline(settings: Settings, pipeline_rank: int, gpu_family: str = "hop
     return StepTimeline(composer.timeline, share, composer.strategy.resident_state_bytes())
 
 
+def steady_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hopper") -> int:
+    """Peak of the steady iteration alone, in bytes: what a search needs of a candidate, at half the time.
+
+    Never above the peak of the whole timeline, and equal to it wherever the steady iteration is the highest.
+    """
+    share = stage_shares(settings.model, settings.parallel)[pipeline_rank]
+    composer = _Composer(settings, share, gpu_family)
+    composer.build()
+    composer.leave_first_iteration()
+    composer.iteration("steady", first=False)
+    return max(phase.peak_bytes for phase in composer.timeline.phases()[-2:])
+
+
 class _Composer:
     def __init__(self, settings: Settings, share: StageShare, gpu_family: str) -> None:
         self.settings, self.share, self.gpu_family = settings, share, gpu_family
         self.x: Shapes = shapes_of(settings)
         model = settings.model
-        parameters = stage_parameters(settings, share.num_layers, share.pre_process, share.post_process)
+        parameters = stage_parameters(
+            model,
+            settings.parallel.tensor_model_parallel_size,
+            share.num_layers,
+            share.pre_process,
+            share.post_process,
+        )
         self.by_name: dict[tuple[int | None, str], Parameter] = {(p.layer, p.name): p for p in parameters}
         self.parameters = parameters
         stage = Stage(parameters, share.pipeline_rank, self.x.element_bytes)
@@ -149,6 +168,18 @@ class _Composer:
         self.timeline.phase(f"{name}_optimizer_step")
         self.strategy.optimizer_step(first)
         self._sync("optimizer_step")
+
+    def leave_first_iteration(self) -> None:
+        """What a first iteration leaves behind, without running it: workspaces, placeholders, optimizer states."""
+        self._workspaces(forward=True)
+        self._workspaces(forward=False)
+        self.makes_dummies = self.strategy.fused_wgrad
+        for parameter in self.parameters:
+            self._make_dummy(parameter)
+        self.strategy.begin_backward()
+        self.strategy.finish_gradients()
+        self.strategy.optimizer_step(first=True)
+        self._sync("first_iteration")
 
     def forward(self, scope: tuple[object, ...], make_workspaces: bool, first_receive: bool) -> None:
         run, strategy = self.timeline.run, self.strategy

@@ -1,0 +1,146 @@
+"""The estimate of one job: peak, phases, components, ranks, survival memory and verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION
+from estimator.cluster import Cluster
+from estimator.errors import FieldProblem, JobError
+from estimator.job.settings import Settings
+from estimator.overhead import Overhead, overhead_of
+from estimator.step import step_timeline
+from estimator.survival import ASSUMPTION, survival_upper_bound
+from estimator.timeline import PhaseResult
+from estimator.verdict import Verdict, judge
+
+
+@dataclass(frozen=True, slots=True)
+class RankEstimate:
+    """Bytes of one pipeline rank (data-parallel rank 0)."""
+
+    pipeline_rank: int
+    phases: tuple[PhaseResult, ...]
+    components_at_peak: dict[str, int]
+    resident_state_bytes: int
+    survival_bytes: dict[str, int]
+
+    @property
+    def peak(self) -> PhaseResult:
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Allocated when the optimizer step of the second iteration returns."""
+        return next(p.allocated_bytes for p in self.phases if p.name == "steady_optimizer_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a job needs on a card, and whether that fits."""
+
+    settings: Settings
+    ranks: tuple[RankEstimate, ...]
+    chosen: int
+    """Index in ``ranks`` of the rank that the figures are about: the worst, or the one asked for."""
+    overhead: Overhead
+    cluster: Cluster
+    verdict: Verdict
+
+    @property
+    def rank(self) -> RankEstimate:
+        return self.ranks[self.chosen]
+
+    @property
+    def allocator_setting(self) -> str:
+        return "expandable_segments" if self.settings.runtime.expandable_segments else "default"
+
+    def required_bytes(self, rank: RankEstimate | None = None) -> int:
+        return (rank or self.rank).survival_bytes[self.allocator_setting] + self.overhead.total_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer of ``POST /estimate`` (without problems and the job's own assumptions)."""
+        rank, peak = self.rank, self.rank.peak
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "estimator_version": ESTIMATOR_VERSION,
+            "calibration_id": None,
+            "peak_allocated_bytes": peak.peak_bytes,
+            "persistent_bytes": rank.persistent_bytes,
+            "resident_state_bytes": rank.resident_state_bytes,
+            "peak_phase": peak.name,
+            "peak_pipeline_rank": rank.pipeline_rank,
+            "survival_bytes": dict(rank.survival_bytes),
+            "allocator": {"setting": self.allocator_setting, "source": self.settings.runtime.allocator_source},
+            "overhead_bytes": {"cuda_context": self.overhead.context_bytes, "nccl": self.overhead.nccl_bytes},
+            "required_bytes": self.required_bytes(),
+            "usable_bytes": self.cluster.usable_bytes,
+            "memory_limit_bytes": self.cluster.memory_limit_bytes,
+            "fits": self.verdict.fits,
+            "fit_probability": round(self.verdict.probability, 6),
+            "headroom_bytes": self.verdict.headroom_bytes,
+            "phases": [
+                {"name": p.name, "allocated_bytes": p.allocated_bytes, "peak_bytes": p.peak_bytes} for p in rank.phases
+            ],
+            "components_at_peak": dict(sorted(rank.components_at_peak.items(), key=lambda item: -item[1])),
+            "ranks": [
+                {
+                    "pipeline_rank": r.pipeline_rank,
+                    "peak_allocated_bytes": r.peak.peak_bytes,
+                    "required_bytes": self.required_bytes(r),
+                }
+                for r in self.ranks
+            ],
+            "assumptions": self.assumptions(),
+        }
+
+    def assumptions(self) -> list[str]:
+        names = ", ".join(self.overhead.communicators) or "none"
+        return [
+            ASSUMPTION,
+            f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
+            f"(communicators: {names}) are priors, not measured on this cluster",
+            f"{self.settings.num_microbatches} microbatches a step on each rank",
+        ]
+
+
+def estimate_rank(settings: Settings, pipeline_rank: int, gpu_family: str) -> RankEstimate:
+    step = step_timeline(settings, pipeline_rank, gpu_family)
+    phases = step.timeline.phases()
+    peak = max(phases, key=lambda phase: phase.peak_bytes)
+    return RankEstimate(
+        pipeline_rank=pipeline_rank,
+        phases=phases,
+        components_at_peak=step.timeline.components_at_peak(peak),
+        resident_state_bytes=step.resident_state_bytes,
+        survival_bytes=survival_upper_bound(peak.peak_bytes),
+    )
+
+
+def estimate(
+    settings: Settings, cluster: Cluster, min_probability: float = 0.99, pipeline_rank: int | None = None
+) -> Estimate:
+    """Estimate every pipeline rank; the figures are of the worst by required bytes, or of ``pipeline_rank``.
+
+    Raises JobError if ``pipeline_rank`` is not a rank of the job, ValueError if its layers cannot be split.
+    """
+    stages = settings.parallel.pipeline_model_parallel_size
+    if pipeline_rank is not None and not 0 <= pipeline_rank < stages:
+        raise JobError([FieldProblem("pipeline_rank", f"the job has no pipeline rank {pipeline_rank}", f"0 to {stages - 1}")])
+    ranks = tuple(estimate_rank(settings, rank, cluster.gpu.family) for rank in range(stages))
+    overhead = overhead_of(settings, cluster.gpu.family)
+    setting = "expandable_segments" if settings.runtime.expandable_segments else "default"
+    if pipeline_rank is None:
+        chosen = max(range(stages), key=lambda i: ranks[i].survival_bytes[setting])
+    else:
+        chosen = pipeline_rank
+    verdict = judge(
+        ranks[chosen].survival_bytes[setting],
+        overhead.total_bytes,
+        overhead.sigma_bytes,
+        cluster.usable_bytes,
+        cluster.memory_limit_bytes,
+        min_probability,
+    )
+    return Estimate(settings, ranks, chosen, overhead, cluster, verdict)

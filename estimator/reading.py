@@ -1,0 +1,68 @@
+"""From a request to settings: document, Bridge's adjustments, broken rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from estimator.cluster import Cluster
+from estimator.errors import FieldProblem, JobError
+from estimator.job import JobDocument, build_document, effective_document, read_settings
+from estimator.job.effective import EffectiveJob
+from estimator.job.settings import Settings, Stack
+from estimator.requests import JobRequest
+from estimator.rules import Problem, check_rules
+from estimator.rules.layout import LAYOUT_RULES
+
+LAYOUT_RULE_IDS = frozenset(rule.rule_id for rule in LAYOUT_RULES if rule.severity == "error")
+"""A job that breaks one of these has no ranks to estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """A job as read. ``settings`` is None when the job cannot be laid out on the GPUs (``problems`` say why)."""
+
+    document: JobDocument
+    effective: EffectiveJob
+    settings: Settings | None
+    problems: tuple[Problem, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        return tuple(p for p in self.problems if p.severity == "error")
+
+
+def read_stack(given: Mapping[str, str]) -> Stack:
+    """Pinned defaults, replaced by what is given; raises JobError for an unknown package."""
+    known = {f.name for f in fields(Stack)}
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise JobError(
+            [FieldProblem(f"stack.{name}", "unknown package", f"one of {', '.join(sorted(known))}") for name in unknown]
+        )
+    return replace(Stack(), **dict(given))
+
+
+def read_job(request: JobRequest, cluster: Cluster, stack: Stack) -> ReadJob:
+    """Raises JobError (cannot be read) or NotModelled (no memory model for it)."""
+    document = build_document(
+        recipe=request.recipe, module=request.module, config=request.config, overrides=list(request.overrides)
+    )
+    return read_values(document.values, document, cluster, stack)
+
+
+def read_values(values: Mapping[str, Any], document: JobDocument, cluster: Cluster, stack: Stack) -> ReadJob:
+    """Read a document that may differ from the one asked about (a candidate of the search)."""
+    effective = effective_document(values, cluster.num_gpus, cluster.gpu.family)
+    problems = check_rules(values, effective.values, cluster.num_gpus, cluster.gpu.family, stack)
+    blocked = any(p.severity == "error" and p.rule_id in LAYOUT_RULE_IDS for p in problems)
+    settings = read_settings(effective.values, cluster.num_gpus, stack)
+    return ReadJob(
+        document=document,
+        effective=effective,
+        settings=None if blocked else settings,
+        problems=problems,
+        assumptions=tuple(document.notes),
+    )

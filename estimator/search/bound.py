@@ -1,0 +1,111 @@
+"""A lower bound on the peak of each candidate, cheap enough for all of them: what certainly lives when forward ends.
+
+States of the heavier of the first and last stage, plus what the microbatches in flight have saved. The peak of the
+timeline is never below it, so a candidate whose bound exceeds the card is left out without being estimated.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from estimator.job.settings import DTYPE_BYTES, ModelSettings, Settings
+from estimator.layout import StageShare, stage_shares
+from estimator.model.head import cross_entropy_kind
+from estimator.model.layer import layer_program
+from estimator.model.parameters import layer_parameters, stage_parameters
+from estimator.model.shapes import Shapes, shapes_of
+from estimator.sharding.base import state_bytes
+from estimator.sharding.megatron_fsdp import MIN_COMMUNICATION_UNIT
+
+
+_LOGITS_FACTOR = {"te": 1, "native": 5, "unfused": 3}
+"""Bytes live at once in the loss, in units of the logits in the compute dtype (2 bytes an element)."""
+
+
+def lower_bound(settings: Settings) -> int:
+    """Bytes: the heavier of the first and last stage, when forward has ended or the topmost layer's backward begins."""
+    shares = stage_shares(settings.model, settings.parallel)
+    shapes = shapes_of(settings)
+    worst = 0
+    for share in {shares[0], shares[-1]}:
+        held = _states(settings, share) + _saved(settings, share, len(shares))
+        loss = _LOGITS_FACTOR[cross_entropy_kind(settings.model)] * shapes.logits if share.post_process else 0
+        worst = max(worst, held + max(loss, _backward(settings, share, shapes)))
+    return worst
+
+
+def _backward(settings: Settings, share: StageShare, shapes: Shapes) -> int:
+    """What the topmost layer's backward has at least: its own temporaries, gathered units and a gradient bucket."""
+    mlp = 2 * shapes.ffn
+    if settings.sharding.strategy != "optim_grads_params" or not share.num_layers:
+        return mlp
+    tensor = settings.parallel.tensor_model_parallel_size
+    unit = sum(p.num_elements for p in layer_parameters(settings.model, tensor, 0))
+    communication = settings.sharding.suggested_communication_unit_size or max(MIN_COMMUNICATION_UNIT, 2 * unit)
+    units = min(share.num_layers, 1 + -(-(communication // 2) // unit))
+    grads = settings.sharding.grad_comm_dtype or settings.sharding.main_grads_dtype or settings.runtime.params_dtype
+    return mlp + units * unit * DTYPE_BYTES[settings.runtime.params_dtype] + unit * DTYPE_BYTES[grads]
+
+
+def _states(settings: Settings, share: StageShare) -> int:
+    total, outside = _elements(
+        settings.model, settings.parallel.tensor_model_parallel_size, share.num_layers, share.pre_process, share.post_process
+    )
+    s, n = settings.sharding, settings.parallel.data_context_parallel_size
+    w = DTYPE_BYTES[settings.runtime.params_dtype]
+    o = sum(state_bytes(settings.optimizer).values())
+    precise = settings.optimizer.use_precision_aware_optimizer
+    if s.strategy in ("ddp", "distopt"):
+        r = 4 if s.grad_reduce_in_fp32 else w
+        shards = n if s.strategy == "distopt" else 1
+        m = 2 if precise and s.strategy == "distopt" else 4
+        return total * (w + r) + total * (m + o) // shards
+    g = DTYPE_BYTES[s.main_grads_dtype] if s.main_grads_dtype else w
+    m = DTYPE_BYTES[s.main_params_dtype] if s.main_params_dtype else 0
+    over = {"no_shard": (1, 1, 1), "optim": (1, 1, n), "optim_grads": (1, n, n), "optim_grads_params": (n, n, n)}
+    weights, grads, states = over[s.strategy]
+    gathered = w * outside if s.strategy == "optim_grads_params" else 0
+    return total * w // weights + total * g // grads + total * (m + o) // states + gathered
+
+
+@lru_cache(maxsize=4096)
+def _elements(
+    model: ModelSettings, tensor_parallel: int, num_layers: int, pre_process: bool, post_process: bool
+) -> tuple[int, int]:
+    """Elements of a stage's parameters: all, and those outside of decoder layers."""
+    layer = sum(p.num_elements for p in layer_parameters(model, tensor_parallel, 0))
+    outside = sum(p.num_elements for p in stage_parameters(model, tensor_parallel, 0, pre_process, post_process))
+    return num_layers * layer + outside, outside
+
+
+def _saved(settings: Settings, share: StageShare, num_stages: int) -> int:
+    in_flight = min(settings.num_microbatches, num_stages - share.pipeline_rank)
+    shapes = shapes_of(settings)
+    recompute = settings.recompute
+    layers = share.num_layers
+    if recompute.recompute_granularity == "full":
+        if recompute.recompute_method == "block":
+            kept = max(0, layers - (recompute.recompute_num_layers or 0))
+            inputs = layers - kept
+        else:
+            kept, inputs = 0, -(-layers // (recompute.recompute_num_layers or 1))
+        return in_flight * (inputs * shapes.hidden + kept * _layer_saved(settings, shapes, ()))
+    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    return in_flight * layers * _layer_saved(settings, shapes, modules)
+
+
+def _layer_saved(settings: Settings, shapes: Shapes, modules: tuple[str, ...]) -> int:
+    return _forward_delta(settings.model, shapes, "core_attn" in modules, "mlp" in modules)
+
+
+@lru_cache(maxsize=4096)
+def _forward_delta(model: ModelSettings, shapes: Shapes, core: bool, mlp: bool) -> int:
+    program = layer_program(
+        model,
+        shapes,
+        recompute_core_attention=core,
+        recompute_mlp=mlp,
+        fused_wgrad=True,
+        out_of_place=False,
+    )
+    return program.forward.delta

@@ -1,0 +1,182 @@
+"""The search: candidates in the order of what they cost, estimated until enough of them fit.
+
+"Cheaper" is DESIGN's order: (a) no checkpoint conversion before conversion, if the job resumes or loads; (b) the same
+GPUs; (c) predicted step time, ties within 1 %; (d) fewer changes. Candidates whose lower bound exceeds the card are left
+out unestimated, which cannot remove one that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from estimator.changes import Change, apply_changes
+from estimator.cluster import Cluster
+from estimator.errors import NotModelled
+from estimator.estimate import Estimate, estimate
+from estimator.job.settings import Settings, Stack
+from estimator.overhead import overhead_of
+from estimator.reading import ReadJob, read_values
+from estimator.search.bound import lower_bound
+from estimator.search.changes import point_changes
+from estimator.search.cost import Cost, step_cost
+from estimator.search.space import FSDP, Point, current_point, points, variant
+
+MAX_ESTIMATES = 60
+"""Candidates estimated at most; the answer says so if the search ends there."""
+TIE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A candidate that fits: what changes, what it then needs, what it costs."""
+
+    point: Point
+    changes: tuple[Change, ...]
+    job: ReadJob
+    estimate: Estimate
+    relative_step_time: float
+    cost_terms: dict[str, float]
+    conversion_needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Candidates that fit, cheapest first; the closest miss if there are none."""
+
+    fitting: tuple[Candidate, ...]
+    closest_bytes: int | None
+    """Smallest required_bytes seen among candidates (estimated, or bounded from below)."""
+    num_candidates: int
+    num_estimated: int
+    exhausted: bool
+    """False if the search stopped at MAX_ESTIMATES."""
+
+
+def resumes(effective: Mapping[str, Any]) -> bool:
+    """Whether the job loads a checkpoint of its own or of another run."""
+    checkpoint = effective.get("checkpoint") or {}
+    return checkpoint.get("load") is not None or checkpoint.get("pretrained_checkpoint") is not None
+
+
+def search(
+    job: ReadJob,
+    settings: Settings,
+    cluster: Cluster,
+    stack: Stack,
+    allow: Collection[str],
+    min_probability: float,
+    wanted: int,
+) -> SearchResult:
+    """Candidates of the job that fit, no two of one kind (strategy, layout, recompute, micro batch)."""
+    now = current_point(settings)
+    candidates = list(points(settings, cluster.gpus_per_node, allow))
+    cost = step_cost(settings, candidates, cluster.gpu, cluster.gpus_per_node)
+    relative = cost.total / cost.total[0]
+    order = _order(candidates, relative, now, resumes(job.effective.values))
+    fitting: list[Candidate] = []
+    kinds: set[tuple[object, ...]] = set()
+    closest: int | None = None
+    estimated = 0
+    exhausted = True
+    for index in order:
+        point = candidates[index]
+        if point == now and not job.errors:
+            continue
+        kind = (point.strategy, point.tensor, point.pipeline, point.context, point.recompute.granularity)
+        if kind in kinds or (len(fitting) >= wanted and not _missing_fsdp(fitting, point)):
+            continue
+        if len(fitting) >= wanted and not any(p.strategy in FSDP for p in candidates):
+            break
+        trial = variant(settings, point)
+        bound = lower_bound(trial)
+        if _cannot_fit(bound, trial, cluster):
+            closest = min(closest or bound, bound)
+            continue
+        if estimated >= MAX_ESTIMATES:
+            exhausted = False
+            break
+        found = _evaluate(job, point, now, cluster, stack, min_probability)
+        if found is None:
+            continue
+        estimated += 1
+        changes, changed, result = found
+        closest = min(closest or result.required_bytes(), result.required_bytes())
+        if result.verdict.fits:
+            kinds.add(kind)
+            fitting.append(
+                Candidate(
+                    point,
+                    changes,
+                    changed,
+                    result,
+                    float(relative[index]),
+                    _terms(cost, index),
+                    _needs_conversion(point, now),
+                )
+            )
+    return SearchResult(tuple(fitting), closest, len(candidates), estimated, exhausted)
+
+
+def _cannot_fit(bound: int, settings: Settings, cluster: Cluster) -> bool:
+    """Survival memory is never below the peak, so a bound on the peak over the card (or the cap) settles it."""
+    if cluster.memory_limit_bytes is not None and bound > cluster.memory_limit_bytes:
+        return True
+    return bound + overhead_of(settings, cluster.gpu.family).total_bytes > cluster.usable_bytes
+
+
+def _missing_fsdp(fitting: list[Candidate], point: Point) -> bool:
+    """Whether FSDP is still to be shown beside enough cheaper candidates."""
+    return point.strategy in FSDP and not any(c.point.strategy in FSDP for c in fitting)
+
+
+def _terms(cost: Cost, index: int) -> dict[str, float]:
+    total = float(cost.total[0])
+    return {name: round(float(values[index]) / total, 4) for name, values in cost.terms.items()}
+
+
+def _needs_conversion(point: Point, now: Point) -> bool:
+    return (point.strategy in FSDP) != (now.strategy in FSDP)
+
+
+def _num_changes(point: Point, now: Point) -> int:
+    return sum(getattr(point, name) != getattr(now, name) for name in Point.__dataclass_fields__)
+
+
+def _order(candidates: list[Point], relative: np.ndarray, now: Point, loads: bool) -> list[int]:
+    """Indices, cheapest first. Candidates within 1 % of the fastest of their tie count as equally fast."""
+    order: list[int] = []
+    groups: dict[bool, list[int]] = {}
+    for i, point in enumerate(candidates):
+        groups.setdefault(loads and _needs_conversion(point, now), []).append(i)
+    for _, members in sorted(groups.items()):
+        members.sort(key=lambda i: float(relative[i]))
+        start = 0
+        while start < len(members):
+            stop = start
+            limit = float(relative[members[start]]) * (1 + TIE)
+            while stop < len(members) and float(relative[members[stop]]) <= limit:
+                stop += 1
+            tie = members[start:stop]
+            tie.sort(key=lambda i: (_num_changes(candidates[i], now), float(relative[i])))
+            order += tie
+            start = stop
+    return order
+
+
+def _evaluate(
+    job: ReadJob, point: Point, now: Point, cluster: Cluster, stack: Stack, min_probability: float
+) -> tuple[tuple[Change, ...], ReadJob, Estimate] | None:
+    """The candidate as the override would make it, or None if a rule forbids it."""
+    changes = point_changes(point, now, job.document.values, job.effective.values, cluster, stack)
+    values = apply_changes(job.document.values, changes)
+    try:
+        changed = read_values(values, job.document, cluster, stack)
+    except NotModelled:
+        return None
+    if changed.errors or changed.settings is None:
+        return None
+    return changes, changed, estimate(changed.settings, cluster, min_probability)
