@@ -59,7 +59,10 @@ def structured(path: str, value: Any) -> Any:
 
 
 def hydra_literal(value: Any) -> str:
-    """Plain data in Hydra's override grammar. Strings that are no plain word are quoted."""
+    """Plain data in Hydra's override grammar. Strings that are no plain word are quoted.
+
+    Inside quotes a backslash is itself, except before a quote, where it is doubled (Hydra 1.3, override grammar).
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -73,7 +76,8 @@ def hydra_literal(value: Any) -> str:
     text = str(value)
     if _PLAIN.match(text) and text.lower() not in _WORDS:
         return text
-    return '"' + text.replace('"', '\\"') + '"'
+    quoted = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
+    return f'"{quoted}"'
 
 
 def has_interpolation(value: Any) -> bool:

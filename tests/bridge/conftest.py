@@ -1,8 +1,8 @@
-"""The real Megatron-Bridge for tests marked ``bridge``: recipes, the three ways to apply an override, its own validation.
+"""The real Megatron-Bridge for tests marked ``bridge``: recipes, three ways to apply an override, validation.
 
-It runs on the CPU, with placeholders for GPU-only packages (``scripts/bridge_stubs.py``). Recipes that ask Hugging Face for
-a ``config.json`` get one made from ``hf_dimensions.json``. Where Bridge is not installed every such test is skipped by the
-top-level conftest.
+It runs on the CPU, with placeholders for GPU-only packages (``scripts/bridge_stubs.py``). Recipes that ask Hugging
+Face for a ``config.json`` get one made from ``hf_dimensions.json``. Where Bridge is not installed every such test is
+skipped by the top-level conftest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_hf_configs(folder: Path) -> None:
 
 
 class RealBridge:
-    """megatron-bridge as installed. Every method works on fresh objects and leaves the process's environment as it was."""
+    """megatron-bridge as installed. The process's environment stays as it was."""
 
     def __init__(self, folder: Path, catalogue: ModuleType) -> None:
         self.folder = folder
@@ -79,7 +79,7 @@ class RealBridge:
         return process_config_with_overrides(cfg, config_filepath=None if path is None else str(path))
 
     def validated(self, cfg: Any, world_size: int, env: Mapping[str, str | None]) -> tuple[Any, dict[str, str]]:
-        """``runtime_config_update`` on that many ranks, with ``env`` exported: (the config, the environment after it)."""
+        """``runtime_config_update`` on that many ranks with ``env`` exported: (config, environment after it)."""
         from megatron.bridge.training.config import runtime_config_update
 
         with environment(world_size, env), contextlib.redirect_stdout(io.StringIO()):

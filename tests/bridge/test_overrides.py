@@ -1,8 +1,8 @@
 """Every rendered form, applied by the real Megatron-Bridge 0.6.2, ends in the settings that were estimated.
 
-For each recipe and strategy: the Python, command-line and YAML forms give equal ConfigContainers, Bridge accepts them on
-that many ranks, no field is unknown, no rule is broken, nothing is overwritten silently, and what Bridge ends with is what
-``estimator.job.effective_document`` predicts for the changed document.
+For each recipe and strategy: the Python, command-line and YAML forms give equal ConfigContainers, Bridge accepts them
+on that many ranks, no field is unknown, no rule is broken, nothing is overwritten silently, and what Bridge ends with
+is what ``estimator.job.effective_document`` predicts for the changed document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from estimator.rules import STRATEGIES, check_rules, strategy_changes
 
 pytestmark = pytest.mark.bridge
 
-LLAMA = "megatron.bridge.recipes"
 RECIPES = (
     # name, GPUs, pipeline stages
     ("llama3_8b_pretrain_2gpu_h100_bf16_config", 2, 1),
@@ -52,9 +51,11 @@ RECIPES = (
     ("qwen3_8b_pretrain_4gpu_h100_bf16_config", 4, 1),
     ("qwen3_14b_pretrain_8gpu_h100_bf16_config", 8, 1),
     ("qwen3_32b_pretrain_16gpu_h100_bf16_config", 16, 2),
-    ("vanilla_gpt_pretrain_1gpu_h100_bf16_config", 1, 1),
     ("llama3_8b_sft_2gpu_h100_bf16_config", 2, 1),
 )
+
+OFFLOADING = ("llama3_70b_pretrain_64gpu_gb200_bf16_config",)
+"""Recipes that offload activations, which excludes recomputation (A26)."""
 
 EXTRA_CHANGES = {
     "none": (),
@@ -83,9 +84,14 @@ EXTRA_CHANGES = {
 }
 
 
+MOVED = ("validation.eval_iters", "validation.eval_interval")
+"""Bridge moves the deprecated fields of train here (training/config.py:1518-1525)."""
+INITIALISERS = ("model.init_method", "model.output_layer_init_method", "model.embedding_init_method")
+
+
 def ignored(path: str) -> bool:
-    """Paths that differ without being settings: what depends on a set's order, objects that the document drops."""
-    return path.startswith(("dataset.", "tokenizer.", "logger.", "model.generation_config", "scheduler."))
+    """Paths that do not describe memory: data, logging, the learning rate, initial values."""
+    return path.startswith(("dataset.", "tokenizer.", "logger.", "scheduler.", *INITIALISERS, *MOVED))
 
 
 def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
@@ -138,10 +144,12 @@ def cases() -> Iterator[Any]:
     for name, gpus, stages in RECIPES:
         for strategy in STRATEGIES:
             for extra in EXTRA_CHANGES if strategy in ("optim_grads_params", "distopt") else ("none",):
+                if extra.startswith("recompute") and name in OFFLOADING:
+                    continue
                 yield pytest.param(name, gpus, stages, strategy, extra, id=f"{name}-{gpus}-{strategy}-{extra}")
 
 
-@pytest.mark.parametrize(("name", "gpus", "stages", "strategy", "extra"), cases())
+@pytest.mark.parametrize(("name", "gpus", "stages", "strategy", "extra"), list(cases()))
 def test_three_forms_end_in_the_estimated_settings(
     bridge: Any, name: str, gpus: int, stages: int, strategy: str, extra: str
 ) -> None:
@@ -189,10 +197,12 @@ def missing_settings(document: Mapping[str, Any], changes: tuple[Change, ...], v
     ]
 
 
-def silently_overwritten(document: Mapping[str, Any], changes: tuple[Change, ...], values: Mapping[str, Any]) -> list[str]:
+def silently_overwritten(
+    document: Mapping[str, Any], changes: tuple[Change, ...], values: Mapping[str, Any]
+) -> list[str]:
     """Changes that hold no longer after runtime_config_update, at the place where Megatron reads them."""
     lost = []
-    for change in changes:
+    for change in {change.path: change for change in changes}.values():
         if change.path.startswith("env."):
             continue
         if value_at(document, change.path) != change.to:
