@@ -49,7 +49,9 @@ def resolve_cluster(request: ClusterRequest) -> Cluster:
         total = request.total_bytes or gpu.total_bytes
         if reserved >= total:
             problems.append(
-                FieldProblem("cluster.reserved_bytes", f"{reserved} leaves nothing of {total} bytes", "less than the card has")
+                FieldProblem(
+                    "cluster.reserved_bytes", f"{reserved} leaves nothing of {total} bytes", "less than the card has"
+                )
             )
     if problems or gpu is None:
         raise JobError(problems)

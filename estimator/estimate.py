@@ -99,8 +99,8 @@ class Estimate:
         names = ", ".join(self.overhead.communicators) or "none"
         return [
             ASSUMPTION,
-            f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
-            f"(communicators: {names}) are priors, not measured on this cluster",
+            (f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
+            f"(communicators: {names}) are priors, not measured on this cluster"),
             f"{self.settings.num_microbatches} microbatches a step on each rank",
         ]
 
@@ -127,7 +127,9 @@ def estimate(
     """
     stages = settings.parallel.pipeline_model_parallel_size
     if pipeline_rank is not None and not 0 <= pipeline_rank < stages:
-        raise JobError([FieldProblem("pipeline_rank", f"the job has no pipeline rank {pipeline_rank}", f"0 to {stages - 1}")])
+        raise JobError(
+            [FieldProblem("pipeline_rank", f"the job has no pipeline rank {pipeline_rank}", f"0 to {stages - 1}")]
+        )
     ranks = tuple(estimate_rank(settings, rank, cluster.gpu.family) for rank in range(stages))
     overhead = overhead_of(settings, cluster.gpu.family)
     setting = "expandable_segments" if settings.runtime.expandable_segments else "default"

@@ -2,7 +2,8 @@
 
 Priors, not measurements of the user's cluster: mean and standard deviation. Context: a process with PyTorch, cuBLAS and
 Transformer Engine loaded on H100 and H200 keeps 0.5 to 1.0 GiB outside the allocator. NCCL: each communicator of more
-than one rank that has been used keeps its channels' buffers (NCCL_BUFFSIZE 4 MiB a channel and peer by default), seen as
+than one rank that has been used keeps its channels' buffers (NCCL_BUFFSIZE 4 MiB a channel and peer by default), seen
+as
 0.1 to 0.5 GiB. Collective libraries are replaced by nothing in a simulated rank, so these stay priors until real
 multi-GPU runs are imported.
 """

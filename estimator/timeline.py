@@ -11,6 +11,7 @@ Bytes are what torch.cuda.memory_allocated() counts: every request rounded up to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +23,8 @@ COMPUTE, SIDE, GATHER, REDUCE = "default", "side", "all_gather", "reduce_scatter
 
 
 def rounded(num_bytes: int) -> int:
-    """Bytes the caching allocator counts for a request of ``num_bytes``: up to the next multiple of 512, at least one."""
+    """Bytes the caching allocator counts for a request of ``num_bytes``: up to the next multiple of 512, at least
+    one."""
     return max(1, -(-num_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
 
@@ -145,7 +147,7 @@ class Timeline:
         results = []
         running = 0
         bounds = [*self._phases, ("", len(self.entries))]
-        for (name, start), (_, stop) in zip(bounds, bounds[1:], strict=False):
+        for (name, start), (_, stop) in itertools.pairwise(bounds):
             peak, peak_entry = running, start
             for i in range(start, stop):
                 block = self.entries[i][0]
@@ -171,7 +173,7 @@ class Timeline:
     def ops(self) -> Iterator[tuple[str, tuple[object, ...], Op]]:
         """Every op in order with its phase and scope: what the allocator model replays."""
         bounds = [*self._phases, ("", len(self.entries))]
-        for (name, start), (_, stop) in zip(bounds, bounds[1:], strict=False):
+        for (name, start), (_, stop) in itertools.pairwise(bounds):
             for block, scope in self.entries[start:stop]:
                 for op in block.ops:
                     yield name, scope, op

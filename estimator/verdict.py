@@ -1,6 +1,7 @@
 """Does it fit, and how surely.
 
-``required`` = survival memory + what lies outside the allocator. The probability is that of a normal error: one standard
+``required`` = survival memory + what lies outside the allocator. The probability is that of a normal error: one
+standard
 deviation of :data:`SURVIVAL_SIGMA` of the survival memory, and that of the overhead. An allocator cap is compared with
 the survival memory alone.
 """

@@ -30,7 +30,11 @@ def layers_by_stage(model: ModelSettings, parallel: ParallelSettings) -> tuple[i
         fixed = [n for n in (first, last) if n is not None]
         middle_stages = stages - len(fixed)
         middle_layers = layers - sum(fixed)
-        if middle_layers < 0 or (middle_stages and middle_layers % middle_stages) or (not middle_stages and middle_layers):
+        if (
+            middle_layers < 0
+            or (middle_stages and middle_layers % middle_stages)
+            or (not middle_stages and middle_layers)
+        ):
             raise ValueError(f"{layers} layers cannot be split over {stages} stages with {first} first and {last} last")
         middle = [middle_layers // middle_stages] * middle_stages if middle_stages else []
         return tuple(([first] if first is not None else []) + middle + ([last] if last is not None else []))
@@ -48,5 +52,6 @@ def layers_by_stage(model: ModelSettings, parallel: ParallelSettings) -> tuple[i
 def stage_shares(model: ModelSettings, parallel: ParallelSettings) -> tuple[StageShare, ...]:
     counts = layers_by_stage(model, parallel)
     return tuple(
-        StageShare(rank, n, pre_process=rank == 0, post_process=rank == len(counts) - 1) for rank, n in enumerate(counts)
+        StageShare(rank, n, pre_process=rank == 0, post_process=rank == len(counts) - 1)
+        for rank, n in enumerate(counts)
     )

@@ -2,8 +2,10 @@
 
 Sequence of allocations as torch's memory history shows it on an H200 (megatron-core 0.19.2, Transformer Engine 2.12.0,
 torch 2.11), explained by transformer/attention.py, models/common/embeddings/rope_utils.py and
-transformer_engine/pytorch/{module/layernorm_linear,module/linear,attention}: the QKV projection's output is copied into a
-contiguous query, rotary embedding makes new queries and keys, values are copied contiguous; the projection's output, the
+transformer_engine/pytorch/{module/layernorm_linear,module/linear,attention}: the QKV projection's output is copied
+into a
+contiguous query, rotary embedding makes new queries and keys, values are copied contiguous; the projection's output,
+the
 copied query and QKV are freed when forward of attention returns.
 """
 
@@ -85,7 +87,15 @@ class Attention:
         write_add_forward(s, x, m, "proj_output", "residual", "attention_dropout_mask", keep)
 
     def _free_unkept(self, s: Scribe) -> None:
-        for name in ("query_rotated", "key_rotated", "query_cos", "query_sin", "key_cos", "key_sin", "attention_output"):
+        for name in (
+            "query_rotated",
+            "key_rotated",
+            "query_cos",
+            "query_sin",
+            "key_cos",
+            "key_sin",
+            "attention_output",
+        ):
             if name in s.live:
                 s.free(name)
 
@@ -136,7 +146,11 @@ class Attention:
             self._rotary_backward(s)
         if m.qk_layernorm:
             self._qk_norm_backward(s)
-            steps += [s.cut("attention.qk"), GradReady("q_layernorm_weight", None), GradReady("k_layernorm_weight", None)]
+            steps += [
+                s.cut("attention.qk"),
+                GradReady("q_layernorm_weight", None),
+                GradReady("k_layernorm_weight", None),
+            ]
         s.alloc("qkv_grad", self.qkv_bytes, ACTIVATION_GRADIENTS)
         s.free("query_grad", "key_grad", "value_grad")
         if recompute_core:

@@ -1,4 +1,5 @@
-"""Token (and position) embedding. Source: megatron-core 0.19.2 models/common/embeddings/language_model_embedding.py:100-150,
+"""Token (and position) embedding. Source: megatron-core 0.19.2
+models/common/embeddings/language_model_embedding.py:100-150,
 torch 2.11 aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (sorted backward, partial segments of 10 rows)."""
 
 from __future__ import annotations

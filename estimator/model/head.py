@@ -13,13 +13,13 @@ from functools import lru_cache
 from estimator.components import ACTIVATION_GRADIENTS, LOGITS, NORMS, WEIGHT_GRADIENTS
 from estimator.job.settings import ModelSettings
 from estimator.model.norms import backward_workspace, free_statistics, write_statistics
-from estimator.model.program import GradReady, Program, NeedsMainGrad, Step
+from estimator.model.program import GradReady, NeedsMainGrad, Program, Step
 from estimator.model.shapes import Shapes
 from estimator.timeline import Buffer, Scribe, rounded
 
 
 def cross_entropy_kind(model: ModelSettings) -> str:
-    """"te", "native" or "unfused"."""
+    """ "te", "native" or "unfused"."""
     if not model.cross_entropy_loss_fusion:
         return "unfused"
     return "te" if model.cross_entropy_fusion_impl == "te" else "native"

@@ -1,6 +1,7 @@
 """Transformer Engine's linear layers under tensor parallelism: what they save, and what backward needs for a moment.
 
-Column-parallel layers with their norm (QKV, fc1) keep the norm's output; with sequence parallelism they gather it for the
+Column-parallel layers with their norm (QKV, fc1) keep the norm's output; with sequence parallelism they gather it for
+the
 product and again for the weight gradient. Row-parallel layers (projection, fc2) reduce-scatter their output; backward
 gathers the incoming gradient. Source: transformer_engine 2.12.0 pytorch/module/layernorm_linear.py, linear.py.
 """

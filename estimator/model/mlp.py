@@ -1,6 +1,7 @@
 """Dense MLP on Transformer Engine: gated or plain, activation fused with its bias or not.
 
-Source: megatron-core 0.19.2 transformer/mlp.py:300-340 and fusions/fused_bias_{swiglu,geglu,gelu}.py; sequence as torch's
+Source: megatron-core 0.19.2 transformer/mlp.py:300-340 and fusions/fused_bias_{swiglu,geglu,gelu}.py; sequence as
+torch's
 memory history shows it on an H200.
 """
 
@@ -24,7 +25,8 @@ class Mlp:
         self.split_gate = model.gated_linear_unit and not model.bias_activation_fusion
 
     def inner_forward(self, s: Scribe, keep: bool) -> None:
-        """Norm, fc1, activation, fc2: everything but the add; leaves ``fc2_output`` and, if kept, what backward needs."""
+        """Norm, fc1, activation, fc2: everything but the add; leaves ``fc2_output`` and, if kept, what backward
+        needs."""
         x = self.x
         norm_and_column_forward(s, x, self.model, "fc1", self.fc1_bytes, MLP, keep)
         if self.split_gate:

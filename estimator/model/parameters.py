@@ -1,6 +1,7 @@
 """The parameters a rank holds, in the order of ``module.named_parameters()``: buckets and FSDP units follow it.
 
-Sizes are elements after tensor-parallel sharding. Source: megatron-core 0.19.2, transformer/attention.py (linear_proj is
+Sizes are elements after tensor-parallel sharding. Source: megatron-core 0.19.2, transformer/attention.py (linear_proj
+is
 built before linear_qkv), transformer/mlp.py, models/gpt/gpt_model.py.
 """
 
@@ -99,9 +100,7 @@ def stage_parameters(
             )
         )
         if model.position_embedding_type == "learned_absolute":
-            parameters.append(
-                Parameter("position_embeddings", model.seq_length * model.hidden_size, model.hidden_size)
-            )
+            parameters.append(Parameter("position_embeddings", model.seq_length * model.hidden_size, model.hidden_size))
     for layer in range(num_layers):
         parameters += layer_parameters(model, t, layer)
     if post_process:

@@ -16,7 +16,8 @@ class NeedsMainGrad:
 
 @dataclass(frozen=True, slots=True)
 class GradReady:
-    """The gradient of ``parameter`` is complete. ``buffer`` is its own tensor, or None if it went to main_grad already."""
+    """The gradient of ``parameter`` is complete. ``buffer`` is its own tensor, or None if it went to main_grad
+    already."""
 
     parameter: str
     buffer: str | None

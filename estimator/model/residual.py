@@ -1,4 +1,5 @@
-"""The residual stream: bias + dropout + add, forward and backward. Source: megatron-core 0.19.2, fusions/fused_bias_dropout.py."""
+"""The residual stream: bias + dropout + add, forward and backward. Source: megatron-core 0.19.2,
+fusions/fused_bias_dropout.py."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from estimator.model.shapes import Shapes, shapes_of
 from estimator.sharding.base import state_bytes
 from estimator.sharding.megatron_fsdp import MIN_COMMUNICATION_UNIT
 
-
 _LOGITS_FACTOR = {"te": 1, "native": 5, "unfused": 3}
 """Bytes live at once in the loss, in units of the logits in the compute dtype (2 bytes an element)."""
 
@@ -49,7 +48,11 @@ def _backward(settings: Settings, share: StageShare, shapes: Shapes) -> int:
 
 def _states(settings: Settings, share: StageShare) -> int:
     total, outside = _elements(
-        settings.model, settings.parallel.tensor_model_parallel_size, share.num_layers, share.pre_process, share.post_process
+        settings.model,
+        settings.parallel.tensor_model_parallel_size,
+        share.num_layers,
+        share.pre_process,
+        share.post_process,
     )
     s, n = settings.sharding, settings.parallel.data_context_parallel_size
     w = DTYPE_BYTES[settings.runtime.params_dtype]

@@ -21,6 +21,7 @@ _WHY_LAYOUT = {
     "model.pipeline_dtype": "stages exchange activations in this type",
     "model.context_parallel_size": "splits the sequence, and with it the activations",
 }
+_WHY_LESS = "frees these GPUs for the other kinds of parallelism"
 
 
 def point_changes(
@@ -62,7 +63,9 @@ def _layout(point: Point, now: Point, effective: Mapping[str, Any]) -> list[Chan
     }
     if point.pipeline > 1:
         wanted["model.pipeline_dtype"] = (effective.get("model") or {}).get("params_dtype")
-    changes = [c for path, to in wanted.items() for c in _set(effective, path, to, _WHY_LAYOUT[path], "layout")]
+    changes = [
+        c for path, to in wanted.items() for c in _set(effective, path, to, _why_layout(effective, path, to), "layout")
+    ]
     if point.pipeline != now.pipeline:
         for field in (
             "num_layers_in_first_pipeline_stage",
@@ -74,6 +77,12 @@ def _layout(point: Point, now: Point, effective: Mapping[str, Any]) -> list[Chan
             if (effective.get("model") or {}).get(field):
                 changes += _set(effective, f"model.{field}", False, "belongs to the old split of layers", "layout")
     return changes
+
+
+def _why_layout(effective: Mapping[str, Any], path: str, to: Any) -> str:
+    before = (effective.get("model") or {}).get(path.partition(".")[2])
+    less = isinstance(before, int) and isinstance(to, int) and to < before
+    return _WHY_LESS if less else _WHY_LAYOUT[path]
 
 
 def _micro_batch(point: Point, now: Point) -> list[Change]:

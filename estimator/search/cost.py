@@ -36,7 +36,7 @@ class Cost:
 
     @property
     def total(self) -> np.ndarray:
-        return np.sum(list(self.terms.values()), axis=0)
+        return np.asarray(np.sum(list(self.terms.values()), axis=0))
 
 
 def recomputed_share(recompute: Recompute, settings: Settings) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """The search: candidates in the order of what they cost, estimated until enough of them fit.
 
 "Cheaper" is DESIGN's order: (a) no checkpoint conversion before conversion, if the job resumes or loads; (b) the same
-GPUs; (c) predicted step time, ties within 1 %; (d) fewer changes. Candidates whose lower bound exceeds the card are left
+GPUs; (c) predicted step time, ties within 1 %; (d) fewer changes. Candidates whose lower bound exceeds the card are
+left
 out unestimated, which cannot remove one that fits.
 """
 

@@ -1,6 +1,7 @@
 """The space of settings that the search looks through, as columns of a table: one row a candidate.
 
-Every family of changes adds a dimension; the first row is the job as it is. Combinations that cannot exist (Megatron FSDP
+Every family of changes adds a dimension; the first row is the job as it is. Combinations that cannot exist (Megatron
+FSDP
 with a pipeline, a batch that does not divide) are left out here; the rules decide about the rest.
 """
 
@@ -100,7 +101,11 @@ def points(settings: Settings, gpus_per_node: int, allow: Collection[str]) -> It
     if "dp_strategy" in allow and now.strategy not in FSDP and now.pipeline > 1:
         flat = (now.tensor, 1, now.context)
         layouts += [flat] if flat not in layouts else []
-    units = [False, True] if "fsdp_buffers" in allow and not now.small_communication_unit else [now.small_communication_unit]
+    units = (
+        [False, True]
+        if "fsdp_buffers" in allow and not now.small_communication_unit
+        else [now.small_communication_unit]
+    )
     seen = {now}
     for strategy, batch, recompute, te, expandable, (t, p, c) in itertools.product(
         strategies, micro_batches, recomputes, entropies, allocators, layouts
@@ -154,7 +159,8 @@ def _possible(settings: Settings, strategy: str, batch: int, t: int, p: int, c: 
 
 
 def variant(settings: Settings, point: Point) -> Settings:
-    """The settings that a point would have, for cost and memory bounds; what the override really gives is read again."""
+    """The settings that a point would have, for cost and memory bounds; what the override really gives is read
+    again."""
     parallel = settings.parallel
     layout = (point.tensor, point.pipeline, point.context)
     if layout != (

@@ -1,4 +1,5 @@
-"""What the step composer asks of a strategy. Each method writes ops on the strategy's own scribe; the composer cuts them."""
+"""What the step composer asks of a strategy. Each method writes ops on the strategy's own scribe; the composer cuts
+them."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ class Strategy(ABC):
         return 0
 
     def _scale_states(self, shards: list[int]) -> None:
-        """FusedAdam brings states below FP32 to FP32 for the step and back (TE 2.12 pytorch/optimizers/fused_adam.py:324)."""
+        """FusedAdam brings states below FP32 to FP32 for the step and back (TE 2.12
+        pytorch/optimizers/fused_adam.py:324)."""
         low = [name for name, size in state_bytes(self.settings.optimizer).items() if size < 4]
         if not low:
             return

@@ -28,7 +28,9 @@ class FlatBucket:
     spans: tuple[tuple[Parameter, int, int], ...]
 
 
-def flat_buckets(parameters: tuple[Parameter, ...], bucket_size: int | None, ranks: int, sharded: bool) -> list[FlatBucket]:
+def flat_buckets(
+    parameters: tuple[Parameter, ...], bucket_size: int | None, ranks: int, sharded: bool
+) -> list[FlatBucket]:
     """Parameters in reverse order, cut where a bucket has reached ``bucket_size`` elements.
 
     With the distributed optimizer parameters start at multiples of 64 elements, buckets end at multiples of
@@ -101,7 +103,8 @@ class DistributedDataParallel(Strategy):
             self.s.free("copy")
 
     def optimizer_shards(self) -> list[int]:
-        """Elements of this rank's part of each parameter: data-parallel rank 0 holds the first 1/ranks of each bucket."""
+        """Elements of this rank's part of each parameter: data-parallel rank 0 holds the first 1/ranks of each
+        bucket."""
         if not self.sharded:
             return [p.num_elements for p in self.stage.parameters]
         shards = []

@@ -1,6 +1,7 @@
 """Megatron FSDP's parameter groups: which parameters share a buffer, in which order, padded to what.
 
-Source: megatron-core 0.19.2 distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1726-1960 (_get_parameter_groups)
+Source: megatron-core 0.19.2 distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py:1726-1960
+(_get_parameter_groups)
 and 257-383 (build_data_parallel_buffer_index).
 """
 

@@ -305,7 +305,11 @@ class MegatronFsdp(Strategy):
     def finish_gradients(self) -> None:
         """Gradients of another dtype than the main weights are copied to it, shard by shard, until zero_grad."""
         sharding = self.settings.sharding
-        if self._main_params_bytes and not sharding.use_decoupled_grad and sharding.main_params_dtype != self.gradient_dtype:
+        if (
+            self._main_params_bytes
+            and not sharding.use_decoupled_grad
+            and sharding.main_params_dtype != self.gradient_dtype
+        ):
             for g in self.groups:
                 size = self._share(g, self.states_sharded) * self._main_params_bytes
                 self.s.alloc(f"grad_copy/{g.index}", size, OPTIMIZER_TEMPORARIES)

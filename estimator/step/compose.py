@@ -1,4 +1,5 @@
-"""Composes model, layout, sharding and schedule into the timeline of one rank: building, a first and a steady iteration.
+"""Composes model, layout, sharding and schedule into the timeline of one rank: building, a first and a steady
+iteration.
 
 The first iteration makes what later ones find (workspaces, Adam states), so the second peaks above the first.
 Phases: model_build (with wrapping), optimizer_build, first_forward_backward, first_optimizer_step,
@@ -119,7 +120,10 @@ class _Composer:
             blocks[name] = s.cut(name)
             s.free(buffer)
             blocks[f"{name}.end"] = s.cut(f"{name}.end")
-        for name, buffer, component in (("drop_output", "output", RESIDUAL), ("send_backward", "^grad", ACTIVATION_GRADIENTS)):
+        for name, buffer, component in (
+            ("drop_output", "output", RESIDUAL),
+            ("send_backward", "^grad", ACTIVATION_GRADIENTS),
+        ):
             s = Scribe()
             s.alloc(buffer, self.hidden, component)
             s.cut(name)
@@ -238,7 +242,9 @@ class _Composer:
             for layer in reversed(chunk.layers):
                 strategy.before_backward(layer)
                 self._sync("gather")
-                own_sum = strategy.out_of_place_residual or layer == top or (chunk.recomputed and layer == chunk.layers[-1])
+                own_sum = (
+                    strategy.out_of_place_residual or layer == top or (chunk.recomputed and layer == chunk.layers[-1])
+                )
                 self._steps(self.programs[own_sum], layer, (*scope, layer))
                 if layer == top and not self.head:
                     self._keep("output_grad", scope)

@@ -1,4 +1,5 @@
-"""Which layers full recompute groups. Source: megatron-core 0.19.2 transformer/transformer_block.py _checkpointed_forward."""
+"""Which layers full recompute groups. Source: megatron-core 0.19.2 transformer/transformer_block.py
+_checkpointed_forward."""
 
 from __future__ import annotations
 

@@ -1,0 +1,231 @@
+"""The answers of ``POST /estimate`` and ``POST /recommend``, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION, words
+from estimator.changes import FAMILIES
+from estimator.cluster import Cluster, resolve_cluster
+from estimator.errors import FieldProblem, JobError
+from estimator.estimate import Estimate, estimate
+from estimator.job.settings import Stack
+from estimator.reading import ReadJob, read_job, read_stack
+from estimator.render import advise, render_override
+from estimator.requests import EstimateRequest, RecommendRequest
+from estimator.search import DEFAULT_FAMILIES, Candidate, SearchResult, search
+
+MAX_RECOMMENDATIONS = 20
+MAX_GPU_FACTOR = 64
+"""How far "what would fit" looks: this many times the GPUs."""
+
+
+def estimate_answer(request: EstimateRequest) -> dict[str, Any]:
+    """Raises JobError (unreadable) or NotModelled. A job that cannot be laid out has ``problems`` and nulls."""
+    _check_probability(request.min_fit_probability)
+    cluster = resolve_cluster(request.cluster)
+    job = read_job(request.job, cluster, read_stack(request.stack))
+    if job.settings is None:
+        return {**_unestimated(), "problems": [p.as_dict() for p in job.problems], "assumptions": list(job.assumptions)}
+    result = estimate(job.settings, cluster, request.min_fit_probability, request.pipeline_rank)
+    answer = {**result.as_dict(), "problems": [p.as_dict() for p in job.problems]}
+    answer["assumptions"] = [*answer["assumptions"], *job.assumptions]
+    if not request.survival:
+        answer["survival_bytes"] = None
+    return answer
+
+
+def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
+    """The answer without its ``id``, which whoever stores it adds. Raises JobError or NotModelled."""
+    _check_probability(request.min_fit_probability)
+    allow = _families(request.allow)
+    wanted = _bounded("constraints.max_recommendations", request.max_recommendations, 1, MAX_RECOMMENDATIONS)
+    cluster = resolve_cluster(request.cluster)
+    stack = read_stack(request.stack)
+    job = read_job(request.job, cluster, stack)
+    answer = _empty_answer(job, request)
+    if job.settings is None:
+        return _cannot_lay_out(answer, job)
+    current = estimate(job.settings, cluster, request.min_fit_probability)
+    answer["current"] = {**current.as_dict(), "problems": answer["problems"]}
+    if current.verdict.fits and not job.errors:
+        return _fits_already(answer, current)
+    found = search(job, job.settings, cluster, stack, allow, request.min_fit_probability, wanted)
+    if not found.fitting:
+        return _nothing_fits(answer, current, found, job, request, stack, allow)
+    answer["outcome"] = "recommended"
+    answer["recommendations"] = [
+        _recommendation(rank, candidate, job, cluster, stack) for rank, candidate in enumerate(found.fitting, 1)
+    ]
+    repairs = f" {job.errors[0].message}" if job.errors else ""
+    answer["diagnosis"]["summary"] = (
+        f"{words.current_sentence(current)}{repairs} {words.recommendation_sentences(found.fitting)}"
+    )
+    answer["diagnosis"]["causes"] = _causes(current, job)
+    answer["search"] = _search_facts(found)
+    return answer
+
+
+def _empty_answer(job: ReadJob, request: RecommendRequest) -> dict[str, Any]:
+    assumptions = list(job.assumptions)
+    if request.evidence_log or request.evidence_id:
+        assumptions.append("the evidence was not read: this version answers from the job alone")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "estimator_version": ESTIMATOR_VERSION,
+        "calibration_id": None,
+        "outcome": "needs_input",
+        "current": None,
+        "problems": [p.as_dict() for p in job.problems],
+        "missing": [],
+        "diagnosis": {"summary": "", "causes": []},
+        "recommendations": [],
+        "alternatives": [],
+        "assumptions": assumptions,
+    }
+
+
+def _cannot_lay_out(answer: dict[str, Any], job: ReadJob) -> dict[str, Any]:
+    """Sizes that do not divide: memory cannot be discussed before that is mended."""
+    answer["missing"] = [
+        {"path": field, "likely": problem.fix} for problem in job.errors for field in problem.fields[:1]
+    ]
+    answer["diagnosis"]["summary"] = "The job cannot be laid out on these GPUs. " + " ".join(
+        f"{p.message} {p.fix}" for p in job.errors[:3]
+    )
+    return answer
+
+
+def _fits_already(answer: dict[str, Any], current: Estimate) -> dict[str, Any]:
+    answer["outcome"] = "fits_already"
+    answer["diagnosis"]["summary"] = (
+        f"{words.current_sentence(current)} That fits (probability {current.verdict.probability:.3f}), so an "
+        "out-of-memory error must have another cause. Look for another process on the card, a longer sequence or larger batch than "
+        "configured, memory outside the allocator, evaluation or a checkpoint being saved."
+    )
+    return answer
+
+
+def _nothing_fits(
+    answer: dict[str, Any],
+    current: Estimate,
+    found: SearchResult,
+    job: ReadJob,
+    request: RecommendRequest,
+    stack: Stack,
+    allow: frozenset[str],
+) -> dict[str, Any]:
+    answer["outcome"] = "nothing_fits"
+    answer["search"] = _search_facts(found)
+    room = current.cluster.usable_bytes
+    closest = found.closest_bytes or current.required_bytes()
+    would = _gpus_that_fit(request, stack, allow)
+    answer["nothing_fits"] = {
+        "closest_required_bytes": closest,
+        "missing_bytes": max(0, closest - room),
+        "num_gpus_that_fit": would,
+    }
+    by = (
+        f"The closest of {found.num_candidates} combinations still lacks at least {words.gib(max(0, closest - room))}. "
+    )
+    what = (
+        f"{would} GPUs of this kind would do."
+        if would
+        else f"Not even {MAX_GPU_FACTOR} times the GPUs would do: shorten the sequence or take a card with more memory."
+    )
+    answer["diagnosis"]["summary"] = f"{words.current_sentence(current)} Nothing fits. {by}{what}"
+    answer["diagnosis"]["causes"] = _causes(current, job)
+    return answer
+
+
+def _gpus_that_fit(request: RecommendRequest, stack: Stack, allow: frozenset[str]) -> int | None:
+    """The smallest power-of-two multiple of the GPUs with which some candidate fits."""
+    factor = 2
+    while factor <= MAX_GPU_FACTOR:
+        num_gpus = request.cluster.num_gpus * factor
+        cluster = resolve_cluster(
+            replace(request.cluster, num_gpus=num_gpus, gpus_per_node=request.cluster.gpus_per_node)
+        )
+        job = read_job(request.job, cluster, stack)
+        if job.settings is not None:
+            if not job.errors and estimate(job.settings, cluster, request.min_fit_probability).verdict.fits:
+                return num_gpus
+            if search(job, job.settings, cluster, stack, allow, request.min_fit_probability, 1).fitting:
+                return num_gpus
+        factor *= 2
+    return None
+
+
+def _recommendation(rank: int, candidate: Candidate, job: ReadJob, cluster: Cluster, stack: Stack) -> dict[str, Any]:
+    values = job.document.values
+    override = render_override(candidate.changes, values, cluster, stack)
+    advice = advise(candidate.changes, values, job.effective.values, candidate.job.effective.values, stack)
+    return {
+        "rank": rank,
+        "title": words.title(candidate),
+        "changes": [change.as_dict() for change in candidate.changes],
+        "override": override.as_dict(),
+        "estimate": {**candidate.estimate.as_dict(), "problems": [p.as_dict() for p in candidate.job.problems]},
+        "fit_probability": round(candidate.estimate.verdict.probability, 6),
+        "headroom_bytes": candidate.estimate.verdict.headroom_bytes,
+        "relative_step_time": round(candidate.relative_step_time, 4),
+        "cost_terms": candidate.cost_terms,
+        **advice.as_dict(),
+    }
+
+
+def _causes(current: Estimate, job: ReadJob) -> list[dict[str, Any]]:
+    """The components that fill the card, by share of the peak; broken rules before them."""
+    causes = [{"cause": f"rule {p.rule_id}", "confidence": 1.0, "evidence": p.message} for p in job.errors]
+    peak = current.rank.peak.peak_bytes
+    largest = sorted(current.rank.components_at_peak.items(), key=lambda item: -item[1])[:3]
+    return causes + [
+        {"cause": name, "confidence": round(n / peak, 3), "evidence": f"{words.gib(n)} of the {words.gib(peak)} peak"}
+        for name, n in largest
+    ]
+
+
+def _search_facts(found: SearchResult) -> dict[str, Any]:
+    return {"candidates": found.num_candidates, "estimated": found.num_estimated, "exhausted": found.exhausted}
+
+
+def _unestimated() -> dict[str, Any]:
+    names = (
+        "peak_allocated_bytes persistent_bytes resident_state_bytes peak_phase peak_pipeline_rank survival_bytes "
+        "allocator required_bytes usable_bytes fits fit_probability headroom_bytes"
+    )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "estimator_version": ESTIMATOR_VERSION,
+        "calibration_id": None,
+        **dict.fromkeys(names.split()),
+        "phases": [],
+        "components_at_peak": {},
+        "ranks": [],
+    }
+
+
+def _families(allow: tuple[str, ...] | None) -> frozenset[str]:
+    if allow is None:
+        return DEFAULT_FAMILIES
+    unknown = [name for name in allow if name not in FAMILIES]
+    if unknown:
+        raise JobError(
+            [FieldProblem("constraints.allow", f"unknown family {unknown[0]!r}", f"one of {', '.join(FAMILIES)}")]
+        )
+    return frozenset(allow)
+
+
+def _check_probability(value: float) -> None:
+    if not 0.5 <= value < 1:
+        raise JobError([FieldProblem("min_fit_probability", f"{value} is not possible", "from 0.5 to below 1")])
+
+
+def _bounded(path: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise JobError([FieldProblem(path, f"{value} is not possible", f"{least} to {most}")])
+    return value
+
+
+__all__ = ["estimate_answer", "recommend_answer"]
