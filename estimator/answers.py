@@ -101,8 +101,8 @@ def _fits_already(answer: dict[str, Any], current: Estimate) -> dict[str, Any]:
     answer["outcome"] = "fits_already"
     answer["diagnosis"]["summary"] = (
         f"{words.current_sentence(current)} That fits (probability {current.verdict.probability:.3f}), so an "
-        "out-of-memory error must have another cause. Look for another process on the card, a longer sequence or larger batch than "
-        "configured, memory outside the allocator, evaluation or a checkpoint being saved."
+        "out-of-memory error must have another cause. Look for another process on the card, a longer sequence or "
+        "larger batch than configured, memory outside the allocator, evaluation or a checkpoint being saved."
     )
     return answer
 
