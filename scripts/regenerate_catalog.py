@@ -218,7 +218,53 @@ def known_classes() -> list[type]:
     return sorted((cls for cls in classes if isinstance(cls, type)), key=class_path)
 
 
-def build_fields(extra: set[type]) -> dict[str, Any]:
+def kind_of(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "object" if "_target_" in value else "dict"
+    return type(value).__name__
+
+
+def widen(tables: dict[str, dict[str, dict[str, Any]]], documents: list[dict[str, Any]]) -> None:
+    """Let a field take what the recipes themselves put into it, whatever its annotation says (``manual_gc_eval =
+    100``)."""
+    seen: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, list):
+            for item in value:
+                look(item)
+        if not isinstance(value, dict):
+            return
+        table = tables.get(value.get("_target_", ""), {})
+        for name, item in value.items():
+            look(item)
+            if name in table:
+                extra = seen.setdefault(
+                    (name, json.dumps(table[name], sort_keys=True)), {"kinds": set(), "choices": []}
+                )
+                extra["kinds"].add(kind_of(item))
+                if isinstance(item, str) and item not in extra["choices"]:
+                    extra["choices"].append(item)
+
+    for document in documents:
+        for section in document.values():
+            look(section)
+    for table in tables.values():
+        for name, spec in table.items():
+            extra = seen.get((name, json.dumps(spec, sort_keys=True)))
+            if extra is None or {"any", "callable"} & set(spec["t"]):
+                continue
+            kinds = set(extra["kinds"])
+            if {"float", "dtype", "enum"} & set(spec["t"]):
+                kinds -= {"int", "str"}
+            table[name] = {**spec, "t": sorted(set(spec["t"]) | kinds)}
+            if spec.get("c"):
+                table[name]["c"] = spec["c"] + [choice for choice in extra["choices"] if choice not in spec["c"]]
+
+
+def build_fields(extra: set[type], documents: list[dict[str, Any]]) -> dict[str, Any]:
     from megatron.bridge.training.config import ConfigContainer
 
     todo = [*known_classes(), *extra]
@@ -231,6 +277,7 @@ def build_fields(extra: set[type]) -> dict[str, Any]:
         tables[class_path(cls)], found = describe_class(cls)
         real[class_path(cls)] = cls
         todo.extend(found)
+    widen(tables, documents)
     sections: dict[str, Any] = {}
     hints = typing.get_type_hints(ConfigContainer)
     for field in dataclasses.fields(ConfigContainer):
@@ -407,8 +454,8 @@ def main() -> None:
     options = parser.parse_args()
     bridge_stubs.prepare(options.hf_configs)
     index, documents, classes = build_recipes(options.only)
-    fields = build_fields(classes)
-    defaults = {}
+    fields = build_fields(classes, documents)
+    defaults: dict[str, dict[str, Any]] = {}
 
     def table(name: str) -> dict[str, int]:
         entry = fields["classes"][name]

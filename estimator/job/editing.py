@@ -58,7 +58,7 @@ class Editor:
                 self._set_env(key, value, f"{where}.{key}", source)
             return
         current = self.values[name]
-        if name == "mixed_precision" and isinstance(current, str):
+        if name == "mixed_precision" and isinstance(current, str) and "_target_" not in given:
             current = catalog.precision_config(current) if self._knows_precision(current, where) else None
         target = given.get("_target_") or (
             current.get("_target_") if isinstance(current, dict) else section.default_class
@@ -243,6 +243,13 @@ class Editor:
         if owner is None:
             return
         key, where = operation.path[-1], operation.where
+        if operation.kind == "set" and operation.syntax == "hydra" and key not in owner and "_target_" not in owner:
+            self.problems.append(FieldProblem(where, f"{dotted} is not there yet", f"+{operation.line.lstrip('+')}"))
+            return
+        if operation.kind == "add" and owner.get(key) is not None and not isinstance(owner[key], (dict, list)):
+            message = f"{dotted} is there already, + only adds"
+            self.problems.append(FieldProblem(where, message, operation.line.lstrip("+")))
+            return
         if owner is self.values["env_vars"]:
             self._set_env(key, value, where, "overrides")
             return
@@ -299,7 +306,7 @@ class Editor:
             return
         key = operation.path[-1]
         if isinstance(owner.get("_target_"), str) or owner is self.values:
-            if key not in owner:
+            if key not in owner or (operation.syntax == "hydra" and owner[key] is None):
                 known = [k for k in owner if k != "_target_"]
                 self._unknown(operation.where, key, known, "field", ".".join(operation.path[:-1]))
             elif operation.syntax == "hydra":

@@ -11,7 +11,7 @@ millisecond.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from estimator.catalog import fields as catalog
@@ -90,6 +90,14 @@ class Draft:
         owner[name] = value
         self.changes.append(EffectiveChange(f"{section}.{name}", before, value, rule))
 
+    def net_changes(self) -> tuple[EffectiveChange, ...]:
+        """One entry a path, from what the job says to what holds in the end; there and back is no change."""
+        net: dict[str, EffectiveChange] = {}
+        for change in self.changes:
+            first = net.get(change.path)
+            net[change.path] = replace(change, from_=first.from_) if first else change
+        return tuple(change for change in net.values() if change.from_ != change.to)
+
     def replace(self, section: str, value: Any, rule: str) -> None:
         self.changes.append(EffectiveChange(section, self.values.get(section), value, rule))
         self.values[section] = value
@@ -113,7 +121,7 @@ def effective_document(
     data_parallel_size = _data_parallel_size(draft, world_size)
     _comm_overlap(draft, data_parallel_size)
     _validate(draft)
-    return EffectiveJob(draft.values, tuple(draft.changes), data_parallel_size, environment)
+    return EffectiveJob(draft.values, draft.net_changes(), data_parallel_size, environment)
 
 
 def _environment(draft: Draft, env: Mapping[str, str] | None) -> dict[str, str]:

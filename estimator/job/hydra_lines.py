@@ -2,15 +2,16 @@
 
 The grammar is the part of hydra-core 1.3's override grammar that Bridge's ``parse_hydra_overrides`` can apply
 (megatron-bridge 0.6.2, training/utils/omegaconf_utils.py:142-170): one value a key, quotes, lists and mappings. Sweeps,
-interpolations and config groups are told apart and refused by name. Read by hand, without evaluating anything.
+config groups and interpolations inside a text are refused by name. Read by hand, without evaluating anything.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
-from estimator.job.operations import Operation, Unreadable
+from estimator.job.operations import Lookup, Operation, Unreadable
 
 _HEAD = re.compile(r"\s*(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)\s*(?P<eq>=)?", re.ASCII)
 _INT = re.compile(r"[+-]?(?:0|[1-9](?:_?[0-9])*)")
@@ -20,6 +21,7 @@ _FLOAT = re.compile(
 _SPECIAL = re.compile(r"[+-]?(?:inf|nan)", re.IGNORECASE)
 _CAST = re.compile(r"\s*(?P<name>int|float|str|bool)\((?P<value>.*)\)\s*", re.DOTALL)
 _PLAIN = re.compile(r"(?:[\w/\-+.$%*@?|:= \t]|\\[\\()\[\]{}:=, \t]|[^\x00-\x7f])*")
+_INTERPOLATION = re.compile(r"\s*\$\{(?P<path>\w+(?:\.\w+)*)\}\s*", re.ASCII)
 _MAX_DEPTH = 20
 _MAX_DIGITS = 25
 
@@ -36,9 +38,17 @@ def read_hydra(text: str, where: str) -> Operation:
         if mark != "~" or rest.strip():
             raise Unreadable(f"has no '=' after {head['key']!r}", f"{head['key']}=VALUE")
         return Operation("delete", tuple(head["key"].split(".")), None, where, "hydra", text.strip())
-    value = read_value(rest)
+    reference = _INTERPOLATION.fullmatch(rest)
+    value = functools.partial(_look_up, tuple(reference["path"].split("."))) if reference else read_value(rest)
     kind = {"": "set", "+": "add", "++": "force", "~": "delete"}[mark]
     return Operation(kind, tuple(head["key"].split(".")), value, where, "hydra", text.strip())  # type: ignore[arg-type]
+
+
+def _look_up(path: tuple[str, ...], lookup: Lookup) -> Any:
+    try:
+        return lookup(path)
+    except KeyError:
+        raise Unreadable(f"refers to {'.'.join(path)[:80]!r}, which does not exist") from None
 
 
 def read_value(text: str) -> Any:
@@ -147,7 +157,7 @@ class _Reader:
             self.position += 1
         raw = self.text[start : min(self.position, len(self.text))].strip(" \t")
         if "${" in raw:
-            raise Unreadable("uses an interpolation ${...}; write the value itself")
+            raise Unreadable("uses an interpolation ${...} inside a value; write the value itself")
         if not _PLAIN.fullmatch(raw):
             raise Unreadable(f"has a character that needs quotes: {raw[:60]!r}", f'"{raw[:60]}"')
         return _typed(re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", raw) if "\\" in raw else raw)

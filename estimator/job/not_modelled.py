@@ -133,7 +133,7 @@ def fields_in_the_way(values: Values) -> tuple[FieldProblem, ...]:
             continue
         value = owner[name] if name and isinstance(owner, dict) else owner
         if predicate(value, values):
-            found.append(FieldProblem(f"job.config.{path}", f"{what} is not modelled yet ({_short(value)})"))
+            found.append(FieldProblem(f"job.config.{path}", f"not modelled yet: {what} ({_short(value)})"))
     return tuple(found)
 
 

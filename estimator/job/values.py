@@ -105,6 +105,8 @@ def check_value(spec: FieldSpec, value: Any, path: str, problems: list[FieldProb
             problems.append(FieldProblem(path, "must not be null", f"{spec.describe()}"))
         return value
     if isinstance(value, float) and not math.isfinite(value):
+        if spec.default == str(value):  # a default of Bridge's own, such as "no limit"
+            return spec.default
         problems.append(FieldProblem(path, "must be a finite number", spec.describe()))
         return value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MAX_INTEGER:
