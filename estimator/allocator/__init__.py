@@ -1,0 +1,27 @@
+"""A model of PyTorch's CUDA caching allocator, replaying what a rank allocates and frees. See docs/allocator.md."""
+
+from estimator.allocator.replay import Death, Replay, replay, survival
+from estimator.allocator.settings import (
+    DEFAULT,
+    EXPANDABLE_SEGMENTS,
+    AllocatorSettings,
+    AllocatorSettingsError,
+    parse_alloc_conf,
+)
+from estimator.allocator.trace import EMPTY_CACHE_OP, Trace, TraceError, compile_ops
+
+__all__ = [
+    "DEFAULT",
+    "EMPTY_CACHE_OP",
+    "EXPANDABLE_SEGMENTS",
+    "AllocatorSettings",
+    "AllocatorSettingsError",
+    "Death",
+    "Replay",
+    "Trace",
+    "TraceError",
+    "compile_ops",
+    "parse_alloc_conf",
+    "replay",
+    "survival",
+]
