@@ -43,6 +43,8 @@ class Attention:
     def __init__(self, model: ModelSettings, shapes: Shapes) -> None:
         self.model, self.x = model, shapes
         self.rotary = model.position_embedding_type in ("rope", "yarn")
+        self.ring = shapes.context_parallel > 1
+        self.values = "kv" if self.ring else "value"
         self.qkv_bytes = shapes.query * (2 if model.attention_output_gate else 1) + 2 * shapes.key
 
     def forward(self, s: Scribe, keep: bool, recompute_core: bool = False) -> None:
@@ -68,10 +70,9 @@ class Attention:
         elif key is None:
             s.alloc("key_rotated", x.key, ATTENTION)
         s.alloc("value", x.key, ATTENTION)
-        s.alloc("attention_output", x.query, ATTENTION)
-        s.alloc("softmax_statistics", softmax_statistics(x), ATTENTION)
+        self._core_forward(s)
         if recompute_core or not keep:
-            s.free("softmax_statistics", "value")
+            s.free("softmax_statistics", self.values)
         row_forward(s, x, "proj", ATTENTION)
         if m.qk_layernorm:
             if keep:
@@ -80,11 +81,30 @@ class Attention:
                 s.free("key_normed", "query_normed", "key_copy", "key_rstd", "query_rstd", "query_copy")
         elif self.rotary or not keep:
             s.free(query)
+        if self.ring and self.rotary:
+            s.free("key_rotated")
         if not recompute_core or not keep:
             s.free("qkv_output")
         if not keep:
             self._free_unkept(s)
         write_add_forward(s, x, m, "proj_output", "residual", "attention_dropout_mask", keep)
+
+    def _core_forward(self, s: Scribe) -> None:
+        """Fused attention; with context parallelism its ring, as cp rank 0 sees it: keys and values received and sent
+        on, one output a step (the own block whole, the others half), then their sum."""
+        x = self.x
+        if self.ring:
+            s.alloc("kv_received", 2 * x.key, ATTENTION)
+            s.alloc("kv", 2 * x.key, ATTENTION)
+            for i in range(x.context_parallel):
+                s.alloc(f"step_output{i}", x.query if i == 0 else x.query // 2, ATTENTION)
+                s.alloc(f"step_statistics{i}", softmax_statistics(x) // (1 if i == 0 else 2), ATTENTION)
+        s.alloc("attention_output", x.query, ATTENTION)
+        s.alloc("softmax_statistics", softmax_statistics(x), ATTENTION)
+        if self.ring:
+            for i in range(x.context_parallel):
+                s.free(f"step_output{i}", f"step_statistics{i}")
+            s.free("kv_received", "value")
 
     def _free_unkept(self, s: Scribe) -> None:
         for name in (
@@ -94,6 +114,7 @@ class Attention:
             "query_sin",
             "key_cos",
             "key_sin",
+            "kv",
             "attention_output",
         ):
             if name in s.live:
@@ -120,7 +141,7 @@ class Attention:
         s.free(f"{name}_t3")
 
     def _recompute_core(self, s: Scribe) -> None:
-        s.alloc("value", self.x.key, ATTENTION)
+        s.alloc(self.values, (2 if self.ring else 1) * self.x.key, ATTENTION)
         s.alloc("attention_output_again", self.x.query, ATTENTION)
         s.alloc("softmax_statistics", softmax_statistics(self.x), ATTENTION)
 
@@ -152,7 +173,8 @@ class Attention:
                 GradReady("k_layernorm_weight", None),
             ]
         s.alloc("qkv_grad", self.qkv_bytes, ACTIVATION_GRADIENTS)
-        s.free("query_grad", "key_grad", "value_grad")
+        for name in ("query", "key", "value"):
+            self._free_grad(s, name)
         if recompute_core:
             s.free("qkv_output")
         if fused_wgrad:
@@ -179,21 +201,31 @@ class Attention:
     def _core_backward(self, s: Scribe, attention_output: str) -> None:
         x = self.x
         s.alloc("query_grad", x.query, ACTIVATION_GRADIENTS)
-        s.alloc("key_grad", x.key, ACTIVATION_GRADIENTS)
-        s.alloc("value_grad", x.key, ACTIVATION_GRADIENTS)
+        if self.ring:
+            s.alloc("half_statistics", softmax_statistics(x) // 2, ACTIVATION_GRADIENTS)
+            s.alloc("value_grad", 4 * x.key, ACTIVATION_GRADIENTS)
+            s.alloc("kv_grad_received", 4 * x.key, ACTIVATION_GRADIENTS)
+            s.alloc("step_grad", x.query + 2 * x.key, ACTIVATION_GRADIENTS)
+        else:
+            s.alloc("key_grad", x.key, ACTIVATION_GRADIENTS)
+            s.alloc("value_grad", x.key, ACTIVATION_GRADIENTS)
         s.transient("attention_workspace", fused_backward_workspace(x), ATTENTION)
+        if self.ring:
+            s.free("step_grad", "half_statistics", "kv_grad_received")
         s.free("proj_input_grad")
         if self.rotary:
-            s.free("query_rotated", "key_rotated")
+            s.free("query_rotated")
         elif not self.model.qk_layernorm:
-            s.free("query_copy", "key_rotated")
-        s.free("value", attention_output, "softmax_statistics")
+            s.free("query_copy")
+        if not self.ring and (self.rotary or not self.model.qk_layernorm):
+            s.free("key_rotated")
+        s.free(self.values, attention_output, "softmax_statistics")
 
     def _rotary_backward(self, s: Scribe) -> None:
         for name, size in (("key", self.x.key), ("query", self.x.query)):
             if self.model.apply_rope_fusion:
                 s.alloc(f"{name}_unrotated_grad", size, ACTIVATION_GRADIENTS)
-                s.free(f"{name}_grad")
+                self._free_grad(s, name)
             else:
                 s.alloc("a", size, ACTIVATION_GRADIENTS)
                 s.free(f"{name}_sin")
@@ -203,9 +235,16 @@ class Attention:
                 s.alloc("c", size, ACTIVATION_GRADIENTS)
                 s.free(f"{name}_cos", "b")
                 s.alloc(f"{name}_unrotated_grad", size, ACTIVATION_GRADIENTS)
-                s.free(f"{name}_grad", "c")
+                s.free("c")
+                self._free_grad(s, name)
         for name in ("key", "query"):
             s.rename(f"{name}_unrotated_grad", f"{name}_grad")
+
+    @staticmethod
+    def _free_grad(s: Scribe, name: str) -> None:
+        """With the ring, the gradient of the keys lies in one buffer with that of the values."""
+        if f"{name}_grad" in s.live:
+            s.free(f"{name}_grad")
 
     def _qk_norm_backward(self, s: Scribe) -> None:
         x = self.x
@@ -213,5 +252,7 @@ class Attention:
         for name, size in (("key", x.key), ("query", x.query)):
             s.alloc(f"{name}_norm_grad", size, ACTIVATION_GRADIENTS)
             s.transient(f"{name}_norm_workspace", workspace, NORMS)
-            s.free(f"{name}_rstd", f"{name}_grad", f"{name}_copy")
+            s.free(f"{name}_rstd")
+            self._free_grad(s, name)
+            s.free(f"{name}_copy")
             s.rename(f"{name}_norm_grad", f"{name}_grad")

@@ -101,7 +101,8 @@ class Mlp:
             s.free("b", "c")
             return
         s.alloc("fc1_grad", self.fc1_bytes, ACTIVATION_GRADIENTS)
-        if self.model.add_bias_linear:
-            # the bias gradient's reduction over tokens; 38/32 of an FP32 copy, measured once (s 4096, f 7168, H200)
+        if self.model.add_bias_linear and not self.model.gated_linear_unit and x.ffn_size & (x.ffn_size - 1):
+            # Reduction of the bias gradient over tokens, 38/32 of an FP32 copy: seen with f 7168, not with 8192 or
+            # 16384 (H200, torch 2.11 inductor); taken for every width that is no power of two.
             s.transient("bias_reduction", x.tokens * x.ffn_size * 4 * 38 // 32, ACTIVATION_GRADIENTS)
         s.free("fc2_input_grad", "fc1_output")

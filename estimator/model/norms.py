@@ -13,8 +13,8 @@ from estimator.components import NORMS
 from estimator.timeline import Scribe
 
 MULTIPROCESSORS = 132
-RMS_BLOCKS_BY_WIDTH = {64: 12, 128: 12, 2048: 5, 4096: 3, 8192: 2}
-LAYER_BLOCKS_BY_WIDTH = {128: 12, 2048: 4, 4096: 2, 8192: 1}
+RMS_BLOCKS_BY_WIDTH = {64: 12, 768: 4, 1024: 3, 1536: 5, 2560: 3, 5120: 1.5, 8192: 2, 12288: 1}
+LAYER_BLOCKS_BY_WIDTH = {64: 12, 1024: 2, 2048: 4, 4096: 2, 6144: 1}
 
 
 def backward_workspace(width: int, normalization: str) -> int:
@@ -23,7 +23,7 @@ def backward_workspace(width: int, normalization: str) -> int:
     widths = sorted(table)
     blocks = table[widths[max(0, bisect_right(widths, width) - 1)]]
     vectors = 1 if normalization == "RMSNorm" else 2
-    return vectors * MULTIPROCESSORS * blocks * width * 4
+    return int(vectors * MULTIPROCESSORS * blocks * width * 4)
 
 
 def write_statistics(s: Scribe, name: str, rows: int, normalization: str) -> None:

@@ -37,6 +37,7 @@ class Shapes:
     rotary_dim: int
     sequence: int
     """s / c."""
+    context_parallel: int = 1
 
     @property
     def hidden(self) -> int:
@@ -90,4 +91,5 @@ def shapes_of(settings: Settings) -> Shapes:
         tensor_parallel=t,
         rotary_dim=int(m.kv_channels * m.rotary_percent),
         sequence=m.seq_length // c,
+        context_parallel=c,
     )
