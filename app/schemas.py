@@ -108,7 +108,7 @@ class Constraints(Body):
     allow: list[Name] | None = Field(
         default=None, max_length=100, description="Families of changes; null = the harmless"
     )
-    max_recommendations: Annotated[int, Field(ge=1, le=50), BeforeValidator(_whole_number)] = 5
+    max_recommendations: Annotated[int, Field(ge=1, le=20), BeforeValidator(_whole_number)] = 5
 
 
 class EstimateBody(Body):

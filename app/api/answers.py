@@ -43,19 +43,22 @@ class Rank(Answer):
 
 
 class EstimateAnswer(Answer):
-    """Memory of one training step on the worst rank, or on the one asked for."""
+    """Memory of one training step on the worst rank, or on the one asked for.
 
-    peak_allocated_bytes: int
-    persistent_bytes: int
-    resident_state_bytes: int
-    peak_phase: str
-    peak_pipeline_rank: int
+    A job that cannot be laid out on these GPUs has its ``problems``, and null for every figure.
+    """
+
+    peak_allocated_bytes: int | None
+    persistent_bytes: int | None
+    resident_state_bytes: int | None
+    peak_phase: str | None
+    peak_pipeline_rank: int | None
     survival_bytes: Survival | None
-    allocator: Allocator
-    required_bytes: int
-    usable_bytes: int
-    fits: bool
-    fit_probability: float
+    allocator: Allocator | None
+    required_bytes: int | None
+    usable_bytes: int | None
+    fits: bool | None
+    fit_probability: float | None
     phases: list[Phase]
     components_at_peak: dict[str, int] = Field(description="Adds up to peak_allocated_bytes")
     ranks: list[Rank]

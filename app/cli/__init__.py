@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
 
 def main() -> None:
     """Run the command; exit 2 for bad input, 3 for a job that is not modelled, 1 for a fault of this program."""
+    # A command lives for a second: collecting would cost a tenth of it. serve switches it on again.
+    gc.disable()
     from app.cli.commands import application
 
     try:

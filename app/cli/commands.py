@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated, Any
 
@@ -146,6 +147,7 @@ def serve(
     """Serve the API. Creates a new embedded database; refuses one that is not at the newest migration."""
     from app.cli.database import prepare_or_exit
 
+    gc.enable()
     settings = prepare_or_exit()
     import uvicorn
 

@@ -26,10 +26,10 @@ def gib(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A probability; never rounded up to certainty, nor down to none."""
-    if 0.9995 <= share < 1:
+    """A probability; never rounded up to certainty, nor down to impossibility."""
+    if share >= 0.9995:
         return "over 99.9 %"
-    if 0 < share < 0.0005:
+    if share < 0.0005:
         return "under 0.1 %"
     return f"{100 * share:.4g} %" if share >= 0.9 else f"{100 * share:.3g} %"
 

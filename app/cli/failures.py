@@ -72,13 +72,19 @@ def _words(problem: Problem) -> str:
     body = problem.as_dict()
     lines = [f"error: {KINDS[problem.slug].title}"]
     for error in body["errors"]:
-        option = _option(error["path"])
-        where = error["path"] if option is None else f"{option} ({error['path']})"
-        lines.append(f"  {where}: {error['message']}")
+        lines.append(f"  {_place(error['path'], problem.slug)}: {error['message']}")
         suggestion = error["suggestion"] or EXAMPLES.get(error["path"])
         if suggestion:
             lines.append(f"    try: {suggestion}")
     return "\n".join(lines or [body["detail"]]) + "\n"
+
+
+def _place(path: str, slug: str) -> str:
+    """The option that a path came from, and the path; what is not modelled may be a recipe's: the field alone."""
+    if slug == "not-modelled":
+        return path.removeprefix("job.config.")
+    option = _option(path)
+    return path if option is None else f"{option} ({path})"
 
 
 def _option(path: str) -> str | None:

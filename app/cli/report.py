@@ -36,28 +36,34 @@ def print_recommendation(answer: Mapping[str, Any], request: Mapping[str, Any], 
     for missing in answer.get("missing") or ():
         likely = missing.get("likely")
         _bullet(f"Missing: {missing.get('path')}" + ("" if likely is None else f" (likely {likely})"))
-    current = answer.get("current")
-    if current:
+    current = answer.get("current") or {}
+    if _is_estimated(current):
         _memory(current)
         _components(current)
     _rule_problems(answer.get("problems") or ())
     _recommendations(answer.get("recommendations") or (), show)
     _alternatives(answer.get("alternatives") or ())
-    if current:
-        _assumptions(current, MAX_ASSUMPTIONS)
+    _assumptions([*(current.get("assumptions") or ()), *(answer.get("assumptions") or ())], MAX_ASSUMPTIONS)
 
 
 def print_estimate(answer: Mapping[str, Any], request: Mapping[str, Any]) -> None:
     """The whole answer of POST /estimate."""
     fits = bool(answer.get("fits"))
-    _headline(f"{_title(request)}: {'fits' if fits else 'does not fit'}", "green" if fits else "red")
-    _memory(answer)
-    _components(answer)
-    _phases(answer.get("phases") or ())
-    _ranks(answer.get("ranks") or ())
-    _states(answer)
+    verdict = ("fits" if fits else "does not fit") if _is_estimated(answer) else "cannot be laid out on these GPUs"
+    _headline(f"{_title(request)}: {verdict}", "green" if fits else "red")
+    if _is_estimated(answer):
+        _memory(answer)
+        _components(answer)
+        _phases(answer.get("phases") or ())
+        _ranks(answer.get("ranks") or ())
+        _states(answer)
     _rule_problems(answer.get("problems") or ())
-    _assumptions(answer, None)
+    _assumptions(answer.get("assumptions") or (), None)
+
+
+def _is_estimated(estimate: Mapping[str, Any]) -> bool:
+    """A job whose sizes do not divide has problems, and null for every figure."""
+    return estimate.get("required_bytes") is not None
 
 
 def _title(request: Mapping[str, Any]) -> str:
@@ -88,6 +94,7 @@ def _components(estimate: Mapping[str, Any]) -> None:
 
     found: Mapping[str, int] = estimate.get("components_at_peak") or {}
     peak = int(estimate["peak_allocated_bytes"])
+    largest = max(found.values(), default=0)
     _section(f"What fills it at the peak, in {_words(estimate.get('peak_phase'))}")
     table = _table("component", "GiB", "", "what it is", right=("GiB",))
     small = 0
@@ -95,9 +102,9 @@ def _components(estimate: Mapping[str, Any]) -> None:
         if num_bytes < SMALL_SHARE * peak:
             small += num_bytes
             continue
-        table.add_row(_words(name), _figure(num_bytes), bar(num_bytes, peak, 12), MEANING.get(name, ""))
+        table.add_row(_words(name), _figure(num_bytes), bar(num_bytes, largest, 12), MEANING.get(name, ""))
     if small:
-        table.add_row("smaller ones", _figure(small), bar(small, peak, 12), "each under 1 % of the peak")
+        table.add_row("smaller ones", _figure(small), bar(small, largest, 12), "each under 1 % of the peak")
     table.add_row("allocated at the peak", _figure(peak), "", "", style="bold")
     rest = int(estimate["required_bytes"]) - peak
     table.add_row("around it", _figure(rest), "", "allocator's rounding and gaps, CUDA context, NCCL")
@@ -161,14 +168,19 @@ def _recommendations(recommendations: Sequence[Mapping[str, Any]], show: int) ->
     others = [number for number in others if number != str(show)]
     if show != 0 and others:
         _blank()
-        _paragraph(f"In full: --show {' or '.join(others)}" + (", or --show 0 for all." if len(others) > 1 else "."))
+        _paragraph(
+            f"The others in full: --show {' or '.join(others)}, or --show 0. As YAML, for Slurm, for programs: --json."
+        )
 
 
 def _recommendation(item: Mapping[str, Any], place: int) -> None:
     _section(f"{item.get('rank', place)}. {item.get('title', '')}")
-    for change in item.get("changes") or ():
+    changes = list(item.get("changes") or ())
+    for number, change in enumerate(changes):
         _line(f"{change['path']}: {_value(change.get('from'))} -> {_value(change.get('to'))}", "bold")
-        _paragraph(change.get("why"), indent=6)
+        following = changes[number + 1].get("why") if number + 1 < len(changes) else None
+        if change.get("why") != following:
+            _paragraph(change.get("why"), indent=6)
     override = item.get("override") or {}
     _block("Paste into the recipe, after cfg is built:", override.get("python"), _reason(override, "python"))
     env = override.get("env") or {}
@@ -212,22 +224,20 @@ def _rule_problems(problems: Iterable[Mapping[str, Any]]) -> None:
         _paragraph(_labelled("Fix", problem.get("fix")), indent=6)
 
 
-def _assumptions(estimate: Mapping[str, Any], at_most: int | None) -> None:
-    found = list(estimate.get("assumptions") or ())
+def _assumptions(assumptions: Iterable[Any], at_most: int | None) -> None:
+    found = list(dict.fromkeys(map(str, assumptions)))
     if not found:
         return
     _section("Assumed")
     for assumption in found[:at_most]:
-        _bullet(str(assumption))
+        _bullet(assumption)
     if at_most is not None and len(found) > at_most:
         _bullet(f"and {len(found) - at_most} more: oombudsman estimate lists them all")
 
 
 def _cause(cause: Mapping[str, Any]) -> str:
-    confidence = cause.get("confidence")
-    sure = f" ({percent(confidence) if isinstance(confidence, int | float) else confidence})" if confidence else ""
     evidence = "; ".join(_list(cause.get("evidence")))
-    return f"{cause.get('cause')}{sure}" + (f": {evidence}" if evidence else "")
+    return _words(cause.get("cause")) + (f": {evidence}" if evidence else "")
 
 
 def _list(value: Any) -> list[str]:

@@ -12,16 +12,16 @@ from app.schemas import EstimateBody, RecommendBody
 
 def estimate(body: EstimateBody) -> dict[str, Any]:
     """The answer of POST /estimate. Raises JobError, NotModelled."""
-    from estimator import answers
+    from estimator.answers import estimate_answer
 
-    return answers.estimate_answer(body.to_request())
+    return estimate_answer(body.to_request())
 
 
 def recommend(body: RecommendBody) -> dict[str, Any]:
     """The answer of POST /recommend with its own new id; not stored yet. Raises JobError, NotModelled."""
-    from estimator import answers
+    from estimator.answers import recommend_answer
 
-    answer = answers.recommend_answer(body.to_request())
+    answer = recommend_answer(body.to_request())
     identity = {"id": new_id(), "created_at": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds")}
     return identity | {name: value for name, value in answer.items() if name not in identity}
 

@@ -14,7 +14,6 @@ import psycopg
 import pytest
 from starlette.testclient import TestClient
 
-import estimator
 from app.api import create_app
 from app.settings import Settings, get_settings
 
@@ -90,6 +89,5 @@ def estimator_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
         fake = types.ModuleType("estimator.answers")
         vars(fake).update(estimate_answer=entry_point, recommend_answer=entry_point)
         monkeypatch.setitem(sys.modules, "estimator.answers", fake)
-        monkeypatch.setattr(estimator, "answers", fake, raising=False)
 
     return say

@@ -145,10 +145,15 @@ def test_what_is_stored_comes_back_the_same(settings: Settings) -> None:
 def test_a_transaction_that_fails_leaves_nothing(settings: Settings) -> None:
     migrations.upgrade(settings)
     database = Database(settings)
-    with pytest.raises(RuntimeError), database.transaction() as session:
-        session.add(_row("rec_a", {}))
-        session.flush()
-        raise RuntimeError
+
+    def fail() -> None:
+        with database.transaction() as session:
+            session.add(_row("rec_a", {}))
+            session.flush()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     with database.transaction() as session:
         assert session.get(Recommendation, "rec_a") is None
     database.close()
