@@ -14,6 +14,8 @@ Form = tuple[str | None, str | None]
 """(text, reason): one of the two is None."""
 
 NOTHING = "nothing in cfg changes"
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""The same output, ten times faster where libyaml is there."""
 
 
 def python_form(work: Assignments) -> Form:
@@ -84,7 +86,8 @@ def yaml_form(work: Assignments) -> Form:
         node[leaf] = structured(item.path, item.value)
     if not document:
         return None, NOTHING
-    return yaml.safe_dump(document, sort_keys=False, default_flow_style=False, allow_unicode=True), None
+    text = yaml.dump(document, Dumper=_DUMPER, sort_keys=False, default_flow_style=False, allow_unicode=True)
+    return str(text), None
 
 
 def _inexpressible(work: Assignments) -> str | None:

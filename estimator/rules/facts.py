@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from estimator.job.settings import Stack
@@ -169,12 +167,29 @@ class Facts:
         """The field as the job says it, before Bridge's own adjustments."""
         return section(self.values, section_name).get(field)
 
-    def for_words(self) -> SimpleNamespace:
+    def for_words(self) -> FactWords:
         """The facts for format strings: a field that a section does not have reads as None."""
-        words: dict[str, Any] = {}
-        for name in dir(type(self)):
-            if not name.startswith("_"):
-                value = getattr(self, name)
-                if not callable(value):
-                    words[name] = defaultdict(lambda: None, value) if isinstance(value, Mapping) else value
-        return SimpleNamespace(**words)
+        return FactWords(self)
+
+
+class FactWords:
+    """``{f.tp}`` and ``{f.model[num_layers]}`` of a rule's format strings."""
+
+    __slots__ = ("facts",)
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.facts, name)
+        return _FieldWords(value) if isinstance(value, Mapping) else value
+
+
+class _FieldWords:
+    __slots__ = ("fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields.get(name)

@@ -109,6 +109,15 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     Rule(
         "L1",
         "error",
+        ("model.num_attention_heads",),
+        lambda f: f.model.get("num_attention_heads") == 0 and not f.model.get("kv_channels"),
+        "The model has no attention heads yet, so a head has no size.",
+        "Set model.num_attention_heads and the other dimensions.",
+        "C/transformer/transformer_config.py:1332-1333",
+    ),
+    Rule(
+        "L1",
+        "error",
         ("model.num_attention_heads", "model.tensor_model_parallel_size"),
         lambda f: f.tp > 1 and (f.model.get("num_attention_heads") or 0) % f.tp,
         "{f.model[num_attention_heads]} attention heads do not divide over TP = {f.tp}.",
