@@ -101,6 +101,7 @@ class Estimate:
             ASSUMPTION,
             (f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
             f"(communicators: {names}) are priors, not measured on this cluster"),
+            "gradient clipping is active in the step",
             f"{self.settings.num_microbatches} microbatches a step on each rank",
         ]
 

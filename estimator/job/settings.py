@@ -119,6 +119,9 @@ class OptimizerSettings:
     exp_avg_sq_dtype: str = "float32"
     store_param_remainders: bool = True
     clip_grad: float = 1.0
+    clipping_active: bool = True
+    """Whether the gradient norm exceeds clip_grad in the step looked at: then clipping makes a temporary (see
+    ``estimator.sharding.base``). Nobody knows before the run, so True is assumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class Attention:
                 s.free("key_normed", "query_normed", "key_copy", "key_rstd", "query_rstd", "query_copy")
         elif self.rotary or not keep:
             s.free(query)
-        if self.ring and self.rotary:
+        if self.ring and "key_rotated" in s.live:
             s.free("key_rotated")
         if not recompute_core or not keep:
             s.free("qkv_output")

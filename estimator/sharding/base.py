@@ -144,7 +144,7 @@ class Strategy(ABC):
 
     def _clip(self, shards: list[int]) -> None:
         optimizer, te = self.settings.optimizer, version_tuple(self.settings.stack.transformer_engine)
-        if optimizer.clip_grad <= 0 or te >= _IN_PLACE_CLIPPING_SINCE or not shards:
+        if not optimizer.clipping_active or optimizer.clip_grad <= 0 or te >= _IN_PLACE_CLIPPING_SINCE or not shards:
             return
         size = 4 if self.clips_fp32 else DTYPE_BYTES[self.gradient_dtype]
         self.s.transient("clipped", max(shards) * size, OPTIMIZER_TEMPORARIES)

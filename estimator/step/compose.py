@@ -109,8 +109,8 @@ class _Composer:
         blocks = {}
         for name, buffer, component, size in (
             ("batch", "batch", BATCH, self.x.full_tokens * _BATCH_BYTES_PER_TOKEN),
-            ("receive_forward", "output", PIPELINE, self.hidden),
-            ("receive_backward", "^grad", PIPELINE, self.hidden),
+            ("receive_forward", "output", RESIDUAL, self.hidden),
+            ("receive_backward", "^grad", ACTIVATION_GRADIENTS, self.hidden),
             ("keep_output_grad", "kept_output_grad", PIPELINE, self.hidden),
             ("keep_input", "kept_input", PIPELINE, self.hidden),
             ("keep_input_grad", "kept_input_grad", PIPELINE, self.hidden),
