@@ -15,12 +15,11 @@ from estimator.job.operations import Lookup, Operation, Unreadable
 
 _HEAD = re.compile(r"\s*(?P<mark>\+\+|\+|~)?(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)\s*(?P<eq>=)?", re.ASCII)
 _INT = re.compile(r"[+-]?(?:0|[1-9](?:_?[0-9])*)")
-_FLOAT = re.compile(
-    r"[+-]?(?:(?:[0-9](?:_?[0-9])*)?\.[0-9](?:_?[0-9])*|[0-9](?:_?[0-9])*\.?)(?:[eE][+-]?[0-9](?:_?[0-9])*)?"
-)
+_DIGITS = r"[0-9](?:_?[0-9])*"
+_FLOAT = re.compile(rf"[+-]?(?:(?:{_DIGITS})?\.{_DIGITS}|{_DIGITS}\.|{_DIGITS}(?=[eE]))(?:[eE][+-]?{_DIGITS})?")
 _SPECIAL = re.compile(r"[+-]?(?:inf|nan)", re.IGNORECASE)
 _CAST = re.compile(r"\s*(?P<name>int|float|str|bool)\((?P<value>.*)\)\s*", re.DOTALL)
-_PLAIN = re.compile(r"(?:[\w/\-+.$%*@?|:= \t]|\\[\\()\[\]{}:=, \t]|[^\x00-\x7f])*")
+_PLAIN = re.compile(r"(?:[\w/\-+.$%*@?|: \t]|\\[\\()\[\]{}:=, \t]|\\|[^\x00-\x7f])*+")
 _INTERPOLATION = re.compile(r"\s*\$\{(?P<path>\w+(?:\.\w+)*)\}\s*", re.ASCII)
 _MAX_DEPTH = 20
 _MAX_DIGITS = 25

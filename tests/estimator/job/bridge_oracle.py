@@ -1,7 +1,7 @@
 """The real Megatron-Bridge as an oracle for ``runtime_config_update``.
 
-Importing this module is cheap; everything else imports Bridge, on the CPU, with the stand-ins of
-``scripts/bridge_stubs.py``. Configurations are built from our own documents with Bridge's own classes, so that no Hugging Face files are needed;
+Importing this module is cheap; everything else imports Bridge on the CPU, with ``scripts/bridge_stubs.py``.
+Configurations are built from our own documents with Bridge's own classes, so that no Hugging Face files are needed;
 with OOMBUDSMAN_HF_CONFIGS (a folder of ``ORG/NAME/config.json``) ``recipe`` calls the real recipe functions.
 """
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import bridge_oracle as oracle
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from estimator.catalog import find_recipe
 from estimator.errors import JobError
 from estimator.job import build_document, effective_document
+from estimator.job.hydra_lines import read_value
+from estimator.job.operations import Unreadable
 
 pytestmark = [
     pytest.mark.bridge,
@@ -57,22 +61,38 @@ HYDRA_REFUSED = [
     ["model.seq_length='8192"],
 ]
 PYTHON = [
-    "cfg.train.micro_batch_size = 2\ncfg.train.global_batch_size = 2 * 256",
-    "import torch\ncfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32\ncfg.model.params_dtype = torch.half",
-    "from megatron.bridge.training.mixed_precision import bf16_mixed\n"
-    "cfg.mixed_precision = bf16_mixed()\ncfg.mixed_precision.grad_reduce_in_fp32 = False",
-    "from megatron.bridge.training.mixed_precision import bf16_with_mxfp8_mixed\n"
-    "cfg.mixed_precision = bf16_with_mxfp8_mixed()\ncfg.mixed_precision.fp8_param = False",
-    "from megatron.bridge.training.mixed_precision import MixedPrecisionConfig\nfrom torch import bfloat16\n"
-    "cfg.mixed_precision = MixedPrecisionConfig(bf16=True, params_dtype=bfloat16, fp8_param_gather=True)",
-    "from megatron.bridge.training.comm_overlap import CommOverlapConfig\n"
-    "cfg.comm_overlap = CommOverlapConfig(\n    tp_comm_overlap=False,\n    bucket_size=1_000_000,\n)",
-    'cfg.env_vars["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"\ncfg.env_vars.update({"A": 1, "B": "x"})\n'
-    'cfg.env_vars.pop("PYTORCH_CUDA_ALLOC_CONF", None)\ndel cfg.env_vars["A"]',
-    "cfg.model.recompute_modules = ['core_attn', 'mlp']\ncfg.model.window_size = (128, 0)",
-    "import torch.nn.functional as F\ncfg.model.activation_func = F.gelu",
-    "cfg.model.seq_length = 4096\ncfg.dataset.seq_length = cfg.model.seq_length\ncfg.train.micro_batch_size *= 2",
-    "cfg.optimizer.lr = -1e-4 + 2e-4\ncfg.model.num_query_groups = None",
+    """cfg.train.micro_batch_size = 2
+cfg.train.global_batch_size = 2 * 256""",
+    """import torch
+cfg.ddp.megatron_fsdp_main_grads_dtype = torch.float32
+cfg.model.params_dtype = torch.half""",
+    """from megatron.bridge.training.mixed_precision import bf16_mixed
+cfg.mixed_precision = bf16_mixed()
+cfg.mixed_precision.grad_reduce_in_fp32 = False""",
+    """from megatron.bridge.training.mixed_precision import bf16_with_mxfp8_mixed
+cfg.mixed_precision = bf16_with_mxfp8_mixed()
+cfg.mixed_precision.fp8_param = False""",
+    """from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
+from torch import bfloat16
+cfg.mixed_precision = MixedPrecisionConfig(bf16=True, params_dtype=bfloat16, fp8_param_gather=True)""",
+    """from megatron.bridge.training.comm_overlap import CommOverlapConfig
+cfg.comm_overlap = CommOverlapConfig(
+    tp_comm_overlap=False,
+    bucket_size=1_000_000,
+)""",
+    """cfg.env_vars["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+cfg.env_vars.update({"A": 1, "B": "x"})
+cfg.env_vars.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+del cfg.env_vars["A"]""",
+    """cfg.model.recompute_modules = ['core_attn', 'mlp']
+cfg.model.window_size = (128, 0)""",
+    """import torch.nn.functional as F
+cfg.model.activation_func = F.gelu""",
+    """cfg.model.seq_length = 4096
+cfg.dataset.seq_length = cfg.model.seq_length
+cfg.train.micro_batch_size *= 2""",
+    """cfg.optimizer.lr = -1e-4 + 2e-4
+cfg.model.num_query_groups = None""",
 ]
 
 
@@ -148,3 +168,26 @@ def test_run_config_yaml_is_read_whole(name: str, effective: bool, tmp_path: Pat
     if effective:
         sections = ("model", "ddp", "optimizer", "dist", "train")
         assert [c for c in again.changes if c.path.partition(".")[0] in sections] == []
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.text(alphabet="ab1_0.-+eE[]{},:'\" \\/=$()@?|%*~nulltrue", min_size=1, max_size=9))
+def test_values_are_read_as_hydra_reads_them(text: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override("a=" + text)
+        assume(
+            not override.is_sweep_override()
+        )  # several values: refused by us, applied one by one by Hydra's launcher
+        expected = repr(override.value())
+    except (HydraException, ValueError):
+        expected = "unreadable"
+    assume("${" not in text)
+    assume("(" not in text)
+    try:
+        ours = repr(read_value(text))
+    except Unreadable:
+        ours = "unreadable"
+    assert ours == expected
