@@ -26,7 +26,7 @@ def estimate_answer(request: EstimateRequest) -> dict[str, Any]:
     _check_probability(request.min_fit_probability)
     cluster = resolve_cluster(request.cluster)
     job = read_job(request.job, cluster, read_stack(request.stack))
-    if job.settings is None:
+    if not job.laid_out:
         return {**_unestimated(), "problems": [p.as_dict() for p in job.problems], "assumptions": list(job.assumptions)}
     result = estimate(job.settings, cluster, request.min_fit_probability, request.pipeline_rank)
     answer = {**result.as_dict(), "problems": [p.as_dict() for p in job.problems]}
@@ -45,23 +45,24 @@ def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
     stack = read_stack(request.stack)
     job = read_job(request.job, cluster, stack)
     answer = _empty_answer(job, request)
-    if job.settings is None:
-        return _cannot_lay_out(answer, job)
-    current = estimate(job.settings, cluster, request.min_fit_probability)
-    answer["current"] = {**current.as_dict(), "problems": answer["problems"]}
-    if current.verdict.fits and not job.errors:
-        return _fits_already(answer, current)
-    found = search(job, job.settings, cluster, stack, allow, request.min_fit_probability, wanted)
+    current = estimate(job.settings, cluster, request.min_fit_probability) if job.laid_out else None
+    if current is not None:
+        answer["current"] = {**current.as_dict(), "problems": answer["problems"]}
+        if current.verdict.fits and not job.errors:
+            return _fits_already(answer, current)
+    found = search(job, cluster, stack, allow, request.min_fit_probability, wanted)
     if not found.fitting:
+        if current is None:
+            return _cannot_lay_out(answer, job)
         return _nothing_fits(answer, current, found, job, request, stack, allow)
     answer["outcome"] = "recommended"
     answer["recommendations"] = [
         _recommendation(rank, candidate, job, cluster, stack) for rank, candidate in enumerate(found.fitting, 1)
     ]
-    repairs = f" {job.errors[0].message}" if job.errors else ""
-    answer["diagnosis"]["summary"] = (
-        f"{words.current_sentence(current)}{repairs} {words.recommendation_sentences(found.fitting)}"
-    )
+    sentences = [words.current_sentence(current)] if current is not None else []
+    sentences += [p.message for p in job.errors[:1]]
+    sentences.append(words.recommendation_sentences(found.fitting))
+    answer["diagnosis"]["summary"] = " ".join(sentences)
     answer["diagnosis"]["causes"] = _causes(current, job)
     answer["search"] = _search_facts(found)
     return answer
@@ -148,11 +149,11 @@ def _gpus_that_fit(request: RecommendRequest, stack: Stack, allow: frozenset[str
             replace(request.cluster, num_gpus=num_gpus, gpus_per_node=request.cluster.gpus_per_node)
         )
         job = read_job(request.job, cluster, stack)
-        if job.settings is not None:
-            if not job.errors and estimate(job.settings, cluster, request.min_fit_probability).verdict.fits:
-                return num_gpus
-            if search(job, job.settings, cluster, stack, allow, request.min_fit_probability, 1).fitting:
-                return num_gpus
+        unchanged = job.laid_out and not job.errors
+        if unchanged and estimate(job.settings, cluster, request.min_fit_probability).verdict.fits:
+            return num_gpus
+        if search(job, cluster, stack, allow, request.min_fit_probability, 1).fitting:
+            return num_gpus
         factor *= 2
     return None
 
@@ -175,9 +176,11 @@ def _recommendation(rank: int, candidate: Candidate, job: ReadJob, cluster: Clus
     }
 
 
-def _causes(current: Estimate, job: ReadJob) -> list[dict[str, Any]]:
+def _causes(current: Estimate | None, job: ReadJob) -> list[dict[str, Any]]:
     """The components that fill the card, by share of the peak; broken rules before them."""
     causes = [{"cause": f"rule {p.rule_id}", "confidence": 1.0, "evidence": p.message} for p in job.errors]
+    if current is None:
+        return causes
     peak = current.rank.peak.peak_bytes
     largest = sorted(current.rank.components_at_peak.items(), key=lambda item: -item[1])[:3]
     return causes + [

@@ -21,11 +21,12 @@ LAYOUT_RULE_IDS = frozenset(rule.rule_id for rule in LAYOUT_RULES if rule.severi
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """A job as read. ``settings`` is None when the job cannot be laid out on the GPUs (``problems`` say why)."""
+    """A job as read. Unless ``laid_out``, its ranks cannot exist on these GPUs (``problems`` say why)."""
 
     document: JobDocument
     effective: EffectiveJob
-    settings: Settings | None
+    settings: Settings
+    laid_out: bool
     problems: tuple[Problem, ...]
     assumptions: tuple[str, ...]
 
@@ -62,7 +63,8 @@ def read_values(values: Mapping[str, Any], document: JobDocument, cluster: Clust
     return ReadJob(
         document=document,
         effective=effective,
-        settings=None if blocked else settings,
+        settings=settings,
+        laid_out=not blocked,
         problems=problems,
         assumptions=tuple(document.notes),
     )

@@ -23,14 +23,18 @@ _LOGITS_FACTOR = {"te": 1, "native": 5, "unfused": 3}
 
 def lower_bound(settings: Settings) -> int:
     """Bytes: the heavier of the first and last stage, when forward has ended or the topmost layer's backward begins."""
+    stages = settings.parallel.pipeline_model_parallel_size
+    return max(stage_bound(settings, rank) for rank in {0, stages - 1})
+
+
+def stage_bound(settings: Settings, pipeline_rank: int) -> int:
+    """The bound for one stage, in bytes."""
     shares = stage_shares(settings.model, settings.parallel)
+    share = shares[pipeline_rank]
     shapes = shapes_of(settings)
-    worst = 0
-    for share in {shares[0], shares[-1]}:
-        held = _states(settings, share) + _saved(settings, share, len(shares))
-        loss = _LOGITS_FACTOR[cross_entropy_kind(settings.model)] * shapes.logits if share.post_process else 0
-        worst = max(worst, held + max(loss, _backward(settings, share, shapes)))
-    return worst
+    held = _states(settings, share) + _saved(settings, share, len(shares))
+    loss = _LOGITS_FACTOR[cross_entropy_kind(settings.model)] * shapes.logits if share.post_process else 0
+    return held + max(loss, _backward(settings, share, shapes))
 
 
 def _backward(settings: Settings, share: StageShare, shapes: Shapes) -> int:

@@ -21,10 +21,13 @@ from estimator.estimate import Estimate, estimate
 from estimator.job.settings import Settings, Stack
 from estimator.overhead import overhead_of
 from estimator.reading import ReadJob, read_values
-from estimator.search.bound import lower_bound
+from estimator.search.bound import lower_bound, stage_bound
 from estimator.search.changes import point_changes
-from estimator.search.cost import Cost, step_cost
+from estimator.search.cost import step_cost
 from estimator.search.space import FSDP, Point, current_point, points, variant
+from estimator.step import steady_peak
+from estimator.survival import survival_upper_bound
+from estimator.verdict import Verdict, judge
 
 MAX_ESTIMATES = 60
 """Candidates estimated at most; the answer says so if the search ends there."""
@@ -65,18 +68,26 @@ def resumes(effective: Mapping[str, Any]) -> bool:
 
 def search(
     job: ReadJob,
-    settings: Settings,
     cluster: Cluster,
     stack: Stack,
     allow: Collection[str],
     min_probability: float,
     wanted: int,
 ) -> SearchResult:
-    """Candidates of the job that fit, no two of one kind (strategy, layout, recompute, micro batch)."""
+    """Candidates of the job that fit, no two of one kind (strategy, layout, kind of recompute).
+
+    Step times are relative to the job's own; where that cannot be laid out, to the fastest candidate's.
+    """
+    settings = job.settings
     now = current_point(settings)
     candidates = list(points(settings, cluster.gpus_per_node, allow))
+    if not job.laid_out:
+        candidates.remove(now)
+    if not candidates:
+        return SearchResult((), None, 0, 0, True)
     cost = step_cost(settings, candidates, cluster.gpu, cluster.gpus_per_node)
-    relative = cost.total / cost.total[0]
+    reference = float(cost.total[0] if job.laid_out else cost.total.min())
+    relative = cost.total / reference
     order = _order(candidates, relative, now, resumes(job.effective.values))
     fitting: list[Candidate] = []
     kinds: set[tuple[object, ...]] = set()
@@ -97,6 +108,11 @@ def search(
         if _cannot_fit(bound, trial, cluster):
             closest = min(closest or bound, bound)
             continue
+        peak = steady_peak(trial, _heaviest_stage(trial), cluster.gpu.family)
+        required = _required(peak, trial, point, cluster)
+        if not _judge(peak, trial, point, cluster, min_probability).fits:
+            closest = min(closest or required, required)
+            continue
         if estimated >= MAX_ESTIMATES:
             exhausted = False
             break
@@ -115,11 +131,38 @@ def search(
                     changed,
                     result,
                     float(relative[index]),
-                    _terms(cost, index),
+                    {name: round(float(values[index]) / reference, 4) for name, values in cost.terms.items()},
                     _needs_conversion(point, now),
                 )
             )
     return SearchResult(tuple(fitting), closest, len(candidates), estimated, exhausted)
+
+
+def _heaviest_stage(settings: Settings) -> int:
+    """The first stage has most microbatches in flight, the last one the loss: the one with the higher bound."""
+    stages = settings.parallel.pipeline_model_parallel_size
+    return 0 if stages == 1 or stage_bound(settings, 0) >= stage_bound(settings, stages - 1) else stages - 1
+
+
+def _survival(peak: int, point: Point) -> int:
+    return survival_upper_bound(peak)["expandable_segments" if point.expandable_segments else "default"]
+
+
+def _required(peak: int, settings: Settings, point: Point, cluster: Cluster) -> int:
+    return _survival(peak, point) + overhead_of(settings, cluster.gpu.family).total_bytes
+
+
+def _judge(peak: int, settings: Settings, point: Point, cluster: Cluster, min_probability: float) -> Verdict:
+    """The verdict on one stage's steady peak: no candidate that fails it passes with its whole estimate."""
+    overhead = overhead_of(settings, cluster.gpu.family)
+    return judge(
+        _survival(peak, point),
+        overhead.total_bytes,
+        overhead.sigma_bytes,
+        cluster.usable_bytes,
+        cluster.memory_limit_bytes,
+        min_probability,
+    )
 
 
 def _cannot_fit(bound: int, settings: Settings, cluster: Cluster) -> bool:
@@ -132,11 +175,6 @@ def _cannot_fit(bound: int, settings: Settings, cluster: Cluster) -> bool:
 def _missing_fsdp(fitting: list[Candidate], point: Point) -> bool:
     """Whether FSDP is still to be shown beside enough cheaper candidates."""
     return point.strategy in FSDP and not any(c.point.strategy in FSDP for c in fitting)
-
-
-def _terms(cost: Cost, index: int) -> dict[str, float]:
-    total = float(cost.total[0])
-    return {name: round(float(values[index]) / total, 4) for name, values in cost.terms.items()}
 
 
 def _needs_conversion(point: Point, now: Point) -> bool:
@@ -178,6 +216,6 @@ def _evaluate(
         changed = read_values(values, job.document, cluster, stack)
     except NotModelled:
         return None
-    if changed.errors or changed.settings is None:
+    if changed.errors or not changed.laid_out:
         return None
     return changes, changed, estimate(changed.settings, cluster, min_probability)
