@@ -29,7 +29,7 @@ demo: setup
 	@$(BIN)/oombudsman db upgrade
 	@$(BIN)/oombudsman recommend --recipe llama3_8b_pretrain_config --gpu h100-80gb --num-gpus 2
 	@echo
-	@echo "Serve the same over HTTP:  $(BIN)/oombudsman serve     (then http://127.0.0.1:8000/docs)"
+	@echo "Serve the same over HTTP:  $(BIN)/oombudsman serve     (then POST http://127.0.0.1:8000/recommend)"
 
 test: setup lint types imports dependencies $(if $(CI)$(BRIDGE),bridge-test) unit
 

@@ -30,7 +30,7 @@ def job(n: int) -> dict[str, Any]:
     overrides.append(f"dataset.seq_length={8192 - 64 * (n % 32)}")
     return {
         "job": {"recipe": "llama3_8b_pretrain_config", "overrides": overrides},
-        "cluster": {"gpu": "h100-80gb", "num_gpus": 16},
+        "cluster": {"gpu": "h100-80gb", "num_gpus": 2},
     }
 
 
