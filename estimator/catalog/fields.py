@@ -29,6 +29,22 @@ TARGET_KEYS = frozenset({"_target_", "_call_", "_args_", "_partial_", "_name_"})
 training/config/yaml_utils.py)."""
 
 
+KIND_WORDS = {
+    "any": "any value",
+    "bool": "true or false",
+    "callable": "a function's name",
+    "dict": "a mapping",
+    "dtype": "a dtype (bfloat16, float32 ...)",
+    "enum": "a name",
+    "float": "a number",
+    "int": "an integer",
+    "list": "a list",
+    "object": "an object with _target_",
+    "str": "a text",
+}
+"""Kinds of value in words, for messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
     """What one field takes. ``kinds``: bool, int, float, str, dtype, enum, callable, list, dict, object, none, any."""
@@ -49,13 +65,13 @@ class FieldSpec:
         return self.default is MISSING
 
     def describe(self) -> str:
-        """Type in words, for messages: "int or null"."""
+        """Type in words, for messages: "an integer or null"."""
         if self.choices:
             words = [json.dumps(choice) for choice in self.choices]
         elif self.members:
             words = [name for name, _ in self.members]
         else:
-            words = [kind for kind in self.kinds if kind != "none"] or ["null"]
+            words = [KIND_WORDS[kind] for kind in self.kinds if kind != "none"] or ["null"]
         if self.nullable and "null" not in words:
             words.append("null")
         return " or ".join(words)

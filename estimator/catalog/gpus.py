@@ -228,7 +228,7 @@ GPUS: tuple[Gpu, ...] = (
         "NVIDIA GB300 | gb300-288gb",
         "blackwell",
         276.5,
-        _ESTIMATE.format("nvidia-smi's 284208 MiB less the share the driver keeps on B300"),
+        _TORCH.format("276.50") + " (nvidia-smi: 284208 MiB)",
         2500,
         8000,
         900,

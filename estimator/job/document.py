@@ -107,7 +107,7 @@ def _read_config(config: Mapping[str, Any] | str) -> Mapping[str, Any]:
 
 
 def _read_yaml(text: str) -> Any:
-    """YAML text by the safe loader (libyaml's where it is there); what would be slow or deep to parse is refused first."""
+    """YAML text by the safe loader (libyaml's where there is one); what would be slow or deep is refused first."""
     import yaml
 
     if len(text) > MAX_YAML_CHARS:

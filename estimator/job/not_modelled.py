@@ -59,6 +59,12 @@ def _unknown_recompute(value: Any, values: Values) -> bool:
     return selective and bool(set(value or ()) - modelled)
 
 
+def _odd_window(value: Any, _: Values) -> bool:
+    return value is not None and not (
+        isinstance(value, list) and len(value) == 2 and all(isinstance(edge, int) for edge in value)
+    )
+
+
 def _vocabulary_unknown(value: Any, values: Values) -> bool:
     return not value and not (values.get("tokenizer") or {}).get("vocab_size")
 
@@ -88,6 +94,7 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("model.use_transformer_engine_op_fuser", _is_set, "Transformer Engine's operation fuser"),
     ("model.attention_backend", lambda v, _: v in ("local", "unfused"), "unfused attention"),
     ("model.softmax_type", lambda v, _: v not in (None, "vanilla"), "attention sinks"),
+    ("model.window_size", _odd_window, "this attention window"),
     ("model.cpu_offloading", _is_set, "offloading of activations or weights"),
     ("model.fine_grained_activation_offloading", _is_set, "fine-grained offloading of activations"),
     ("model.cuda_graph_impl", lambda v, _: v not in (None, "none"), "CUDA graphs"),
