@@ -13,11 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from estimator.allocator.compiled import compiled
-
-Ints = npt.NDArray[np.int64]
+from estimator.allocator.compiled import Ints, close_gap, compiled, open_gap
 
 # Constants of c10/core/AllocatorConfig.h.
 MIN_BLOCK = 512
@@ -36,7 +33,7 @@ NO_LIMIT = 1 << 62
 
 # State.totals: what is counted.
 RESERVED, ALLOCATED, NEXT_ADDRESS, NUM_BLOCKS, NUM_SPARE, NUM_PENDING = 0, 1, 2, 3, 4, 5
-NUM_RETRIES, NUM_SEGMENTS, MIN_REFUSED, NUM_RANGES, NUM_TOTALS = 6, 7, 8, 9, 10
+NUM_RETRIES, NUM_SEGMENTS, MIN_REFUSED, MAX_GRANTED, NUM_RANGES, NUM_TOTALS = 6, 7, 8, 9, 10, 11
 
 # Block status.
 IS_FREE, IS_ALLOCATED, IS_PENDING = 0, 1, 2
@@ -74,6 +71,7 @@ class State(NamedTuple):
     """Buffers freed while another stream still used them, in order."""
     block_of: Ints
     """[buffer]: its block."""
+    scratch: Ints
     config: Ints
     totals: Ints
 
@@ -104,6 +102,7 @@ def new_state(num_pools: int, num_blocks: int, num_buffers: int, config: Ints) -
         spare=row(),
         pending=np.empty(num_buffers, dtype=np.int64),
         block_of=np.full(num_buffers, -1, dtype=np.int64),
+        scratch=row(),
         config=config,
         totals=totals,
     )
@@ -147,10 +146,7 @@ def _add_free(s: State, b: int) -> None:
     """insert_into_blocks."""
     pool = s.pool[b]
     at = _position(s, pool, s.size[b], s.address[b])
-    i = s.num_free[pool]
-    while i > at:
-        s.free[pool, i] = s.free[pool, i - 1]
-        i -= 1
+    open_gap(s.free[pool], at, s.num_free[pool])
     s.free[pool, at] = b
     s.num_free[pool] += 1
     s.born[b] = s.num_searches[pool & 1]
@@ -158,10 +154,8 @@ def _add_free(s: State, b: int) -> None:
 
 @compiled
 def _take_free(s: State, pool: int, at: int) -> None:
-    last = s.num_free[pool] - 1
-    for i in range(at, last):
-        s.free[pool, i] = s.free[pool, i + 1]
-    s.num_free[pool] = last
+    close_gap(s.free[pool], at, s.num_free[pool])
+    s.num_free[pool] -= 1
 
 
 @compiled
@@ -172,11 +166,11 @@ def _remove_free(s: State, b: int) -> None:
 @compiled
 def _add_unmapped(s: State, b: int) -> None:
     pool = s.pool[b]
-    i = s.num_unmapped[pool]
-    while i > 0 and s.address[s.unmapped[pool, i - 1]] > s.address[b]:
-        s.unmapped[pool, i] = s.unmapped[pool, i - 1]
-        i -= 1
-    s.unmapped[pool, i] = b
+    at = s.num_unmapped[pool]
+    while at > 0 and s.address[s.unmapped[pool, at - 1]] > s.address[b]:
+        at -= 1
+    open_gap(s.unmapped[pool], at, s.num_unmapped[pool])
+    s.unmapped[pool, at] = b
     s.num_unmapped[pool] += 1
 
 
@@ -186,10 +180,8 @@ def _remove_unmapped(s: State, b: int) -> None:
     at = 0
     while s.unmapped[pool, at] != b:
         at += 1
-    last = s.num_unmapped[pool] - 1
-    for i in range(at, last):
-        s.unmapped[pool, i] = s.unmapped[pool, i + 1]
-    s.num_unmapped[pool] = last
+    close_gap(s.unmapped[pool], at, s.num_unmapped[pool])
+    s.num_unmapped[pool] -= 1
 
 
 @compiled
@@ -246,8 +238,7 @@ def _complete_one(s: State, buffer: int) -> None:
     """process_events, for one buffer; nothing if a release has completed it before."""
     for i in range(s.totals[NUM_PENDING]):
         if s.pending[i] == buffer:
-            for j in range(i, s.totals[NUM_PENDING] - 1):
-                s.pending[j] = s.pending[j + 1]
+            close_gap(s.pending, i, s.totals[NUM_PENDING])
             s.totals[NUM_PENDING] -= 1
             _free_block(s, s.block_of[buffer])
             return
@@ -307,20 +298,19 @@ def _release_cached(s: State) -> None:
     for small in range(2):
         for pool in range(small, len(s.num_free), 2):
             # From the largest down, so that what is left in place has been looked at; unmapping may add small rests.
-            ranges = np.empty(s.num_free[pool], dtype=np.int64)
             num_ranges = 0
             i = s.num_free[pool] - 1
             while i >= 0:
                 b = s.free[pool, i]
                 if _is_range(s, b):
-                    ranges[num_ranges] = b
+                    s.scratch[num_ranges] = b
                     num_ranges += 1
                 elif s.prev[b] < 0 and s.next[b] < 0:
                     _release_segment(s, b)
                 i -= 1
             while num_ranges > 0:
                 num_ranges -= 1
-                _unmap(s, ranges[num_ranges])
+                _unmap(s, s.scratch[num_ranges])
 
 
 @compiled
@@ -421,6 +411,8 @@ def _map(s: State, b: int, size: int) -> bool:
     if s.config[DEVICE_CAP] and s.totals[RESERVED] + mapped > s.config[LIMIT]:
         s.totals[MIN_REFUSED] = min(s.totals[MIN_REFUSED], s.totals[RESERVED] + mapped)
         return False
+    if s.config[DEVICE_CAP]:
+        s.totals[MAX_GRANTED] = max(s.totals[MAX_GRANTED], s.totals[RESERVED] + mapped)
     _remove_unmapped(s, b)
     s.mapped[b] = 1
     if mapped < s.size[b]:
@@ -477,9 +469,11 @@ def _expand(s: State, pool: int, size: int) -> int:
 def _new_memory(s: State, pool: int, size: int, segment: int) -> int:
     """alloc_block: cudaMalloc of ``segment`` bytes, or more pages; refused above the limit."""
     limit = s.config[LIMIT]
-    if s.totals[RESERVED] + segment > limit and not (s.config[DEVICE_CAP] and s.config[EXPANDABLE]):
-        s.totals[MIN_REFUSED] = min(s.totals[MIN_REFUSED], s.totals[RESERVED] + segment)
-        return -1
+    if not (s.config[DEVICE_CAP] and s.config[EXPANDABLE]):
+        if s.totals[RESERVED] + segment > limit:
+            s.totals[MIN_REFUSED] = min(s.totals[MIN_REFUSED], s.totals[RESERVED] + segment)
+            return -1
+        s.totals[MAX_GRANTED] = max(s.totals[MAX_GRANTED], s.totals[RESERVED] + segment)
     if s.config[EXPANDABLE]:
         return _expand(s, pool, size)
     # The driver hands out addresses downwards: seen in all recorded runs.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from estimator.allocator import kernel
-from estimator.allocator.kernel import Ints
+from estimator.allocator.compiled import Ints
 from estimator.allocator.settings import AllocatorSettings
 from estimator.allocator.trace import Trace
 
@@ -49,7 +49,11 @@ class Replay:
     """Times that all cached blocks were given back to make room (num_alloc_retries)."""
     died: Death | None
     min_refused_bytes: int | None
-    """The least total of reserved bytes that the limit refused: below it, a higher limit changes nothing."""
+    """The least total of reserved bytes that the limit refused: a higher limit below it changes nothing."""
+    max_granted_bytes: int
+    """The highest total that was tested against the limit and passed: a limit lowered to it changes nothing. With
+    expandable segments it can exceed what came to be reserved, because all of a request is tested, also the part for
+    which free memory is there."""
     reserved_bytes: Ints
     """After each event; empty unless asked for."""
     allocated_bytes: Ints
@@ -89,11 +93,10 @@ def replay(
     by page.
     """
     num_buffers = max(trace.num_buffers, 1)
-    num_live = int(np.maximum.accumulate(np.cumsum(np.array([1, -1, 0, -1, 0])[trace.kinds]))[-1]) if len(trace) else 0
-    # A live buffer has at most one free neighbour before it and pages to spare around that.
+    # An allocation adds at most a segment and the rest of a split; unmapping, two rests around a run of pages.
     state = kernel.new_state(
         num_pools=2 * max(len(trace.stream_names), 1),
-        num_blocks=6 * num_live + 2 * len(trace.stream_names) * 8 + len(trace) + 64,
+        num_blocks=2 * len(trace) + 64,
         num_buffers=num_buffers,
         config=_config(settings, limit, device_cap),
     )
@@ -132,6 +135,7 @@ def replay(
         num_retries=int(totals[kernel.NUM_RETRIES]),
         died=died,
         min_refused_bytes=refused if refused < kernel.NO_LIMIT else None,
+        max_granted_bytes=int(totals[kernel.MAX_GRANTED]),
         reserved_bytes=reserved,
         allocated_bytes=allocated,
     )
@@ -140,21 +144,31 @@ def replay(
 def survival(trace: Trace, settings: AllocatorSettings, *, device_cap: bool = False, tolerance: float = 0.001) -> int:
     """The smallest limit in bytes under which ``trace`` runs to its end, bisected to ``tolerance``.
 
-    Between the peak of allocated and the peak of unlimited reserved bytes. What a replay shows narrows the search
-    beyond the halving: one that survives would do the same with no more than its own peak reserved, and one that dies
-    would do the same up to the least total that was refused. Survival is not monotonic in the limit (an earlier release
-    of cached blocks can leave a better arrangement); the answer survives, and the limit one step below was seen to die.
+    What a replay shows narrows the search beyond the halving: one that survives would do the same down to
+    the highest total that it was granted, and one that dies would do the same up to the least that was refused.
+    Survival is not monotonic in the limit (giving cached blocks back earlier can leave a better arrangement): the
+    answer was seen to survive, and one not more than ``tolerance`` below it to die, or to have been granted less.
     """
-    free = replay(trace, settings, device_cap=device_cap)
-    high, low = free.peak_reserved_bytes, 0
-    exact = settings.garbage_collection_threshold == 0.0
-    guess = max(free.peak_allocated_bytes, GRID_BYTES)
+    high, low = replay(trace, settings, device_cap=device_cap).max_granted_bytes, 0
+    exact = settings.garbage_collection_threshold == 0.0  # collection starts at a part of the limit itself
+    guess = min(_peak_live_bytes(trace, settings), high)
     while high - low > max(GRID_BYTES, tolerance * high):
         limit = min(max(-(-guess // GRID_BYTES) * GRID_BYTES, low + 1), high - 1)
         result = replay(trace, settings, limit, device_cap=device_cap)
         if result.died is None:
-            high = min(limit, result.peak_reserved_bytes) if exact else limit
+            high = result.max_granted_bytes if exact else limit
         else:
             low = max(limit, (result.min_refused_bytes or 0) - 1) if exact else limit
         guess = (low + high) // 2
     return high
+
+
+def _peak_live_bytes(trace: Trace, settings: AllocatorSettings) -> int:
+    """The most that is alive at once, each request rounded: what no arrangement can go below."""
+    sizes = _rounded(trace.sizes, settings)
+    made = trace.kinds == kernel.ALLOC
+    by_buffer = np.zeros(trace.num_buffers, dtype=np.int64)
+    by_buffer[trace.buffers[made]] = sizes[made]
+    gone = (trace.kinds == kernel.FREE) | (trace.kinds == kernel.FREE_REQUESTED)
+    steps = np.where(made, sizes, np.where(gone, -by_buffer[trace.buffers] if len(by_buffer) else 0, 0))
+    return int(np.cumsum(steps).max(initial=0))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from estimator.allocator.kernel import ALLOC, EMPTY_CACHE, FREE, FREE_COMPLETED, FREE_REQUESTED, Ints
-from estimator.timeline import Op, Timeline
+from estimator.allocator.compiled import Ints
+from estimator.allocator.kernel import ALLOC, EMPTY_CACHE, FREE, FREE_COMPLETED, FREE_REQUESTED
+from estimator.timeline import Block, Timeline
 
 EMPTY_CACHE_OP = "!empty_cache"
 """Name of the zero-byte op by which a timeline says that torch.cuda.empty_cache() is called."""
@@ -62,63 +64,165 @@ def from_events(events: Iterable[Event], stream_names: tuple[str, ...], phase_na
 Scope = tuple[object, ...]
 
 
-def _resolved(name: str, scope: Scope) -> tuple[Scope, str]:
-    """The scope that a local buffer name belongs to, and the name there (see estimator/model/program.py)."""
-    if name.startswith("prev/"):
-        return (*scope[:-1], scope[-1] - 1), name[5:]  # type: ignore[operator]
-    if name.startswith("^") and len(scope) > 2:
-        return scope[:-1], name
-    return scope, name
-
-
 def compile_ops(timeline: Timeline) -> Trace:
     """The timeline of one rank as a trace.
 
-    Scopes are () (the strategy), (iteration, microbatch) and (iteration, microbatch, layer). Raises TraceError where a
-    free does not meet its allocation, or a buffer is allocated while it is live.
+    Scopes are () (the strategy), (iteration, microbatch) and (iteration, microbatch, layer). A block is read once,
+    however often it runs. Raises TraceError where a free does not meet its allocation, or a buffer is allocated while
+    it is live.
     """
-    return compile_op_stream(timeline.ops())
+    assembly = _Assembly()
+    bounds = [*timeline._phases, ("", len(timeline.entries))]
+    for (name, start), (_, stop) in pairwise(bounds):
+        phase = assembly.phase(name)
+        for block, scope in timeline.entries[start:stop]:
+            assembly.add(block, scope, phase)
+    return assembly.trace()
 
 
-def compile_op_stream(ops: Iterable[tuple[str, Scope, Op]]) -> Trace:
-    """:func:`compile_ops` of ops that come with their phase and scope."""
-    streams: dict[str, int] = {}
-    phases: dict[str, int] = {}
+_OWN, _PREVIOUS, _MICROBATCH = 0, 1, 2
+_LocalKey = tuple[int, str]
 
-    def events() -> Iterator[Event]:
-        live: dict[tuple[Scope, str], tuple[int, int]] = {}
-        num_buffers = 0
-        for phase, scope, (name, num_bytes, _, stream) in ops:
-            phase_index = phases.setdefault(phase, len(phases))
-            stream_index = streams.setdefault(stream, len(streams))
+
+def _local_key(name: str) -> _LocalKey:
+    """Which scope a block's name belongs to, relative to the one that it runs in, and the name there
+    (estimator/model/program.py)."""
+    if name.startswith("prev/"):
+        return _PREVIOUS, name[5:]
+    return (_MICROBATCH if name.startswith("^") else _OWN), name
+
+
+@dataclass(slots=True)
+class _Template:
+    """A block read once. Its buffers are numbered from 0: those that it allocates, then those that it takes over.
+
+    Plain lists: most blocks have few ops, for which arrays would cost more than they save.
+    """
+
+    kinds: list[int]
+    refs: list[int]
+    sizes: list[int]
+    streams: list[int]
+    new_sizes: list[int]
+    taken: list[tuple[_LocalKey, int]]
+    """Buffers of earlier blocks that this one frees or renames: name and bytes (0: not said)."""
+    left: list[tuple[_LocalKey, int]]
+    """Buffers alive under a name of this block when it ends: name and number."""
+    relations: frozenset[int]
+    """Of which scopes it takes or leaves buffers."""
+
+
+class _Reader:
+    """Reads one block into a :class:`_Template`."""
+
+    def __init__(self, streams: dict[str, int]) -> None:
+        self.all_streams = streams
+        self.kinds: list[int] = []
+        self.refs: list[int] = []
+        self.sizes: list[int] = []
+        self.streams: list[int] = []
+        self.new_sizes: list[int] = []
+        self.taken: list[tuple[_LocalKey, int]] = []
+        self.held: dict[_LocalKey, int] = {}
+
+    def read(self, block: Block) -> _Template:
+        for name, num_bytes, _, stream in block.ops:
             if num_bytes > 0:
-                key = _resolved(name, scope)
-                if key in live:
-                    raise TraceError(f"{phase}: {name!r} in scope {scope} is allocated twice")
-                live[key] = num_buffers, num_bytes
-                yield Event(ALLOC, num_buffers, num_bytes, stream_index, phase_index)
-                num_buffers += 1
+                key = _local_key(name)
+                if key in self.held:
+                    raise TraceError(f"block {block.name!r}: {name!r} is allocated twice")
+                self.held[key] = len(self.new_sizes)
+                self._write(ALLOC, len(self.new_sizes), num_bytes, stream)
+                self.new_sizes.append(num_bytes)
             elif num_bytes < 0:
-                found = live.pop(_resolved(name, scope), None)
-                if found is None:
-                    raise TraceError(f"{phase}: {name!r} in scope {scope} is freed but not allocated")
-                if found[1] != -num_bytes:
-                    raise TraceError(f"{phase}: {name!r} in scope {scope} has {found[1]} bytes, {-num_bytes} are freed")
-                yield Event(FREE, found[0], 0, stream_index, phase_index)
+                self._write(FREE, self._take(_local_key(name), -num_bytes, block.name), 0, stream)
             elif name == EMPTY_CACHE_OP:
-                yield Event(EMPTY_CACHE, 0, 0, stream_index, phase_index)
+                self._write(EMPTY_CACHE, 0, 0, stream)
             else:
                 old, new = name.split(">")
-                found = live.pop(_resolved(old, scope), None)
-                if found is None:
-                    raise TraceError(f"{phase}: {old!r} in scope {scope} is renamed but not allocated")
-                new_key = _resolved(new, scope)
-                if new_key in live:
-                    raise TraceError(f"{phase}: {new!r} in scope {scope} exists already")
-                live[new_key] = found
+                self.held[_local_key(new)] = self._take(_local_key(old), 0, block.name)
+        # Taken buffers were numbered -1, -2, ... while it was not known how many new ones there are.
+        num_new = len(self.new_sizes)
+        refs = [ref if ref >= 0 else num_new - 1 - ref for ref in self.refs]
+        left = [(key, ref if ref >= 0 else num_new - 1 - ref) for key, ref in self.held.items()]
+        relations = frozenset(relation for (relation, _), _ in (*self.taken, *left))
+        return _Template(self.kinds, refs, self.sizes, self.streams, self.new_sizes, self.taken, left, relations)
 
-    rows = list(events())
-    return from_events(rows, tuple(streams), tuple(phases))
+    def _write(self, kind: int, ref: int, num_bytes: int, stream: str) -> None:
+        self.kinds.append(kind)
+        self.refs.append(ref)
+        self.sizes.append(num_bytes)
+        self.streams.append(self.all_streams.setdefault(stream, len(self.all_streams)))
+
+    def _take(self, key: _LocalKey, num_bytes: int, where: str) -> int:
+        number = self.held.pop(key, None)
+        if number is None:
+            self.taken.append((key, num_bytes))
+            return -len(self.taken)
+        size = self.new_sizes[number] if number >= 0 else self.taken[-1 - number][1]
+        if num_bytes and size and size != num_bytes:
+            raise TraceError(f"block {where!r}: {key[1]!r} has {size} bytes, {num_bytes} are freed")
+        return number
+
+
+class _Assembly:
+    """Puts blocks one after another and lets their buffers meet by scope and name."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, int] = {}
+        self.phases: dict[str, int] = {}
+        self.templates: dict[int, _Template] = {}
+        self.columns: tuple[list[int], ...] = ([], [], [], [], [])
+        self.live: dict[Scope, dict[str, int]] = {}
+        """By scope and name: the number of each live buffer."""
+        self.sizes: list[int] = []
+
+    def phase(self, name: str) -> int:
+        return self.phases.setdefault(name, len(self.phases))
+
+    def add(self, block: Block, scope: Scope, phase: int) -> None:
+        template = self.templates.get(id(block))
+        if template is None:
+            template = self.templates[id(block)] = _Reader(self.streams).read(block)
+        first = len(self.sizes)
+        self.sizes.extend(template.new_sizes)
+        numbers = [*range(first, len(self.sizes))]
+        names = self._names_by_relation(scope, template.relations)
+        for (relation, name), num_bytes in template.taken:
+            number = names[relation].pop(name, -1)
+            if number < 0:
+                raise TraceError(f"block {block.name!r}: {name!r} is freed in scope {scope} but not allocated")
+            if num_bytes and self.sizes[number] != num_bytes:
+                raise TraceError(
+                    f"block {block.name!r}: {name!r} in scope {scope} has {self.sizes[number]} bytes, "
+                    f"{num_bytes} are freed"
+                )
+            numbers.append(number)
+        for (relation, name), ref in template.left:
+            if name in names[relation]:
+                raise TraceError(f"block {block.name!r}: {name!r} is allocated in scope {scope} while it is live")
+            names[relation][name] = numbers[ref]
+        kinds, buffers, num_bytes_of, streams, phases = self.columns
+        kinds.extend(template.kinds)
+        buffers.extend([numbers[ref] for ref in template.refs] if numbers else template.refs)
+        num_bytes_of.extend(template.sizes)
+        streams.extend(template.streams)
+        phases.extend([phase] * len(template.kinds))
+
+    def _names_by_relation(self, scope: Scope, relations: frozenset[int]) -> dict[int, dict[str, int]]:
+        return {relation: self.live.setdefault(_scope_of(scope, relation), {}) for relation in relations}
+
+    def trace(self) -> Trace:
+        kinds, buffers, sizes, streams, phases = (np.array(column, dtype=np.int64) for column in self.columns)
+        return Trace(kinds, buffers, sizes, streams, phases, tuple(self.streams), tuple(self.phases))
+
+
+def _scope_of(scope: Scope, relation: int) -> Scope:
+    if relation == _OWN:
+        return scope
+    if relation == _MICROBATCH:
+        return scope[:-1] if len(scope) > 2 else scope
+    return (*scope[:-1], scope[-1] - 1)  # type: ignore[operator]
 
 
 def with_delayed_frees(trace: Trace, stream: str, num_events: int) -> Trace:
