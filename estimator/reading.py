@@ -8,7 +8,7 @@ from typing import Any
 
 from estimator.cluster import Cluster
 from estimator.errors import FieldProblem, JobError
-from estimator.job import JobDocument, build_document, effective_document, read_settings
+from estimator.job import JobDocument, build_document, effective_document, read_settings, vocab_size
 from estimator.job.effective import EffectiveJob
 from estimator.job.settings import Settings, Stack
 from estimator.requests import JobRequest
@@ -66,5 +66,11 @@ def read_values(values: Mapping[str, Any], document: JobDocument, cluster: Clust
         settings=settings,
         laid_out=not blocked,
         problems=problems,
-        assumptions=tuple(document.notes),
+        assumptions=(*document.notes, _vocabulary(effective.values)),
     )
+
+
+def _vocabulary(effective: Mapping[str, Any]) -> str:
+    """The vocabulary decides logits and embeddings, and Bridge may take it from the tokenizer instead of the model."""
+    size, source = vocab_size(effective)
+    return f"vocabulary of {size} ({source})"
