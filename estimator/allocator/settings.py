@@ -1,7 +1,7 @@
 """The allocator's settings, and how they are written in PYTORCH_CUDA_ALLOC_CONF.
 
-Source: c10/core/AllocatorConfig.h and .cpp, c10/cuda/CUDAAllocatorConfig.cpp (torch 2.9 to 2.13); the notes on memory
-management in torch's docs/source/notes/cuda.rst.
+Source: c10/core/AllocatorConfig.cpp (pytorch/pytorch commit 065861fba759), c10/cuda/CUDAAllocatorConfig.cpp (commit
+01f9ef32eae5), AllocatorConfig.h as installed with torch 2.13. Not every option exists in every version between.
 """
 
 from __future__ import annotations
