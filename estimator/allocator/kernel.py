@@ -1,9 +1,11 @@
 """The caching allocator itself: integers in flat arrays, so that numba can compile it.
 
 Written from the behaviour of c10/cuda/CUDACachingAllocator.cpp, class DeviceCachingAllocator, at pytorch/pytorch commit
-001074d25084 (older than 2.11, whose file was not at hand); the names in the docstrings are its functions. That 2.11 does
-the same is shown by recorded runs for default settings without a limit only. A block is an index into the arrays of :class:`State`. A *pool* is one
-stream's small (odd) or large (even) pool: ``2 * stream + small``.
+001074d25084 (older than 2.11, whose file was not at hand); the names in the docstrings are its functions. Recorded runs
+show that 2.11 does the same, but only for default settings and no memory fraction.
+
+A block is an index into the arrays of :class:`State`. A *pool* is one stream's small (odd) or large (even) pool:
+``2 * stream + small``.
 
 Not modelled: private pools of CUDA graphs, the end of an expandable segment's address space (1 1/8 of the GPU), and
 sharing by IPC.
