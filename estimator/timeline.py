@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ALIGNMENT_BYTES = 512
+_ROUND_UP = ALIGNMENT_BYTES - 1
 
 COMPUTE, SIDE, GATHER, REDUCE = "default", "side", "all_gather", "reduce_scatter"
 """Streams: pools of the caching allocator are kept apart by the stream that a buffer is made on."""
@@ -32,12 +33,6 @@ class Op(NamedTuple):
     """One allocation (``num_bytes`` > 0) or free (< 0) of the buffer ``name``; 0 renames "old>new"."""
 
     name: str
-    num_bytes: int
-    component: str
-    stream: str
-
-
-class Buffer(NamedTuple):
     num_bytes: int
     component: str
     stream: str
@@ -73,19 +68,29 @@ class Scribe:
     """Writes blocks. Buffers made in one block and freed in another stay known between :meth:`cut` calls."""
 
     def __init__(self) -> None:
-        self.live: dict[str, Buffer] = {}
+        self.live: dict[str, Op] = {}
+        """The allocation of every buffer that is not freed yet, by the name it has now."""
         self._ops: list[Op] = []
+
+    @property
+    def has_ops(self) -> bool:
+        """Whether anything was written since the last cut."""
+        return bool(self._ops)
+
+    def assume(self, name: str, num_bytes: int, component: str, stream: str = COMPUTE) -> None:
+        """A buffer that an earlier block, written elsewhere, has made."""
+        self.live[name] = Op(name, rounded(num_bytes), component, stream)
 
     def alloc(self, name: str, num_bytes: int, component: str, stream: str = COMPUTE) -> None:
         if name in self.live:
             raise ValueError(f"buffer {name!r} is allocated twice")
-        size = rounded(num_bytes)
-        self.live[name] = Buffer(size, component, stream)
-        self._ops.append(Op(name, size, component, stream))
+        size = (num_bytes + _ROUND_UP) // ALIGNMENT_BYTES * ALIGNMENT_BYTES if num_bytes > 0 else ALIGNMENT_BYTES
+        op = self.live[name] = Op(name, size, component, stream)
+        self._ops.append(op)
 
     def free(self, *names: str) -> None:
         for name in names:
-            size, component, stream = self.live.pop(name)
+            _, size, component, stream = self.live.pop(name)
             self._ops.append(Op(name, -size, component, stream))
 
     def forget(self, name: str) -> None:
@@ -161,9 +166,15 @@ class Timeline:
         """Live bytes by component at the peak of ``phase``; they add up to ``phase.peak_bytes`` exactly."""
         totals: dict[str, int] = {}
         stop = min(phase.peak_entry, len(self.entries))
+        times: dict[int, int] = {}
+        blocks: dict[int, Block] = {}
         for block, _ in self.entries[:stop]:
-            for op in block.ops:
-                totals[op.component] = totals.get(op.component, 0) + op.num_bytes
+            key = id(block)
+            times[key] = times.get(key, 0) + 1
+            blocks[key] = block
+        for key, block in blocks.items():
+            for _, num_bytes, component, _ in block.ops:
+                totals[component] = totals.get(component, 0) + num_bytes * times[key]
         if stop < len(self.entries) and sum(totals.values()) != phase.peak_bytes:
             block = self.entries[stop].block
             for op in block.ops[: block.peak_index]:

@@ -10,7 +10,7 @@ from estimator.components import ACTIVATION_GRADIENTS, RESIDUAL, WEIGHT_GRADIENT
 from estimator.job.settings import ModelSettings
 from estimator.model.program import GradReady, Program, Step
 from estimator.model.shapes import Shapes
-from estimator.timeline import SIDE, Buffer, Scribe, rounded
+from estimator.timeline import SIDE, Scribe
 
 _ROWS_PER_PARTIAL = 10
 _INDEX_BYTES = 8
@@ -22,9 +22,10 @@ def embedding_program(model: ModelSettings, x: Shapes, tied: bool, fused_wgrad: 
     s = Scribe()
     _forward(s, model, x)
     forward = s.cut("embedding.forward")
-    s.live = {"^grad": Buffer(rounded(x.hidden), ACTIVATION_GRADIENTS, "default")}
+    s.live.clear()
+    s.assume("^grad", x.hidden, ACTIVATION_GRADIENTS)
     if model.hidden_dropout > 0:
-        s.live["mask"] = Buffer(rounded(x.hidden // x.element_bytes), RESIDUAL, "default")
+        s.assume("mask", x.hidden // x.element_bytes, RESIDUAL)
         s.alloc("undropped", x.hidden, ACTIVATION_GRADIENTS)
         s.free("^grad", "mask")
         s.rename("undropped", "^grad")
@@ -40,7 +41,7 @@ def embedding_program(model: ModelSettings, x: Shapes, tied: bool, fused_wgrad: 
     _table_backward(s, x, "word_grad", x.vocab_size)
     s.free("^grad")
     if tied and not fused_wgrad:
-        s.live["^tied_wgrad"] = Buffer(rounded(_table_bytes(x)), WEIGHT_GRADIENTS, "default")
+        s.assume("^tied_wgrad", _table_bytes(x), WEIGHT_GRADIENTS)
     if tied:
         s.alloc("word_grad_sum", _table_bytes(x), WEIGHT_GRADIENTS, SIDE)
         s.free("word_grad", *(["^tied_wgrad"] if not fused_wgrad else []))

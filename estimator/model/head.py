@@ -15,7 +15,7 @@ from estimator.job.settings import ModelSettings
 from estimator.model.norms import backward_workspace, free_statistics, write_statistics
 from estimator.model.program import GradReady, NeedsMainGrad, Program, Step
 from estimator.model.shapes import Shapes
-from estimator.timeline import Buffer, Scribe, rounded
+from estimator.timeline import Scribe
 
 
 def cross_entropy_kind(model: ModelSettings) -> str:
@@ -36,7 +36,7 @@ def head_program(model: ModelSettings, x: Shapes, tied_on_one_stage: bool, fused
     _loss_forward(s, x, kind)
     forward = s.cut("head.forward")
 
-    s.live["prev/output"] = Buffer(rounded(x.hidden), "activations_residual", "default")
+    s.assume("prev/output", x.hidden, "activations_residual")
     steps: list[Step] = []
     grad = _loss_backward(s, x, kind)
     s.alloc("head_input_grad", x.gathered_hidden, ACTIVATION_GRADIENTS)

@@ -10,7 +10,7 @@ from estimator.model.attention import Attention
 from estimator.model.mlp import Mlp
 from estimator.model.program import Program, Step
 from estimator.model.shapes import Shapes
-from estimator.timeline import Block, Buffer, Scribe, rounded
+from estimator.timeline import Block, Scribe
 
 
 @lru_cache(maxsize=512)
@@ -29,9 +29,9 @@ def layer_program(
     attention.forward(s, keep=True, recompute_core=recompute_core_attention)
     mlp.forward(s, keep=True, recompute=recompute_mlp)
     forward = s.cut("layer.forward")
-    hidden = rounded(shapes.hidden)
-    s.live["prev/output"] = Buffer(hidden, RESIDUAL, "default")
-    s.live["^grad"] = Buffer(hidden, ACTIVATION_GRADIENTS, "default")
+    hidden = shapes.hidden
+    s.assume("prev/output", hidden, RESIDUAL)
+    s.assume("^grad", hidden, ACTIVATION_GRADIENTS)
     steps: list[Step] = mlp.backward(s, fused_wgrad, out_of_place, recompute_mlp)
     steps += attention.backward(s, fused_wgrad, recompute_core_attention)
     return Program(forward, tuple(step for step in steps if not (isinstance(step, Block) and not step.ops)))

@@ -32,22 +32,32 @@ def stage_bound(settings: Settings, pipeline_rank: int) -> int:
     shares = stage_shares(settings.model, settings.parallel)
     share = shares[pipeline_rank]
     shapes = shapes_of(settings)
-    held = _states(settings, share) + _saved(settings, share, len(shares))
+    saved = _saved(settings, share, len(shares))
     loss = _LOGITS_FACTOR[cross_entropy_kind(settings.model)] * shapes.logits if share.post_process else 0
-    return held + max(loss, _backward(settings, share, shapes))
-
-
-def _backward(settings: Settings, share: StageShare, shapes: Shapes) -> int:
-    """What the topmost layer's backward has at least: its own temporaries, gathered units and a gradient bucket."""
     mlp = 2 * shapes.ffn
-    if settings.sharding.strategy != "optim_grads_params" or not share.num_layers:
-        return mlp
+    moments = [saved + loss, saved + mlp]
+    if settings.sharding.strategy == "optim_grads_params" and share.num_layers:
+        moments += _sharded_backward(settings, share, shapes, saved)
+    return _states(settings, share) + max(moments)
+
+
+def _sharded_backward(settings: Settings, share: StageShare, shapes: Shapes, saved: int) -> list[int]:
+    """optim_grads_params: the topmost layer with its gathered units and bucket; a later one with the queue filled."""
     tensor = settings.parallel.tensor_model_parallel_size
     unit = sum(p.num_elements for p in layer_parameters(settings.model, tensor, 0))
-    communication = settings.sharding.suggested_communication_unit_size or max(MIN_COMMUNICATION_UNIT, 2 * unit)
-    units = min(share.num_layers, 1 + -(-(communication // 2) // unit))
-    grads = settings.sharding.grad_comm_dtype or settings.sharding.main_grads_dtype or settings.runtime.params_dtype
-    return mlp + units * unit * DTYPE_BYTES[settings.runtime.params_dtype] + unit * DTYPE_BYTES[grads]
+    capacity = settings.sharding.suggested_communication_unit_size or max(MIN_COMMUNICATION_UNIT, 2 * unit)
+    units = min(share.num_layers, 1 + -(-(capacity // 2) // unit))
+    sharding, params_dtype = settings.sharding, settings.runtime.params_dtype
+    gathered = units * unit * DTYPE_BYTES[params_dtype]
+    grad_bytes = DTYPE_BYTES[sharding.grad_comm_dtype or sharding.main_grads_dtype or params_dtype]
+    if sharding.fsdp_double_buffer:
+        return [saved + 2 * shapes.ffn]
+    moments = [saved + 2 * shapes.ffn + gathered + unit * grad_bytes]
+    filled = -(-capacity // unit) + 1
+    if share.num_layers >= filled + units:
+        layer = _layer_saved(settings, shapes, ()) if settings.recompute.recompute_granularity == "full" else 0
+        moments.append(gathered + (filled - 2) * unit * grad_bytes + layer)
+    return moments
 
 
 def _states(settings: Settings, share: StageShare) -> int:

@@ -18,16 +18,12 @@ from estimator.changes import Change, apply_changes
 from estimator.cluster import Cluster
 from estimator.errors import NotModelled
 from estimator.estimate import Estimate, estimate
-from estimator.job.settings import Settings, Stack
-from estimator.overhead import overhead_of
+from estimator.job.settings import Stack
 from estimator.reading import ReadJob, read_values
-from estimator.search.bound import lower_bound, stage_bound
 from estimator.search.changes import point_changes
 from estimator.search.cost import step_cost
-from estimator.search.space import FSDP, Point, current_point, points, variant
-from estimator.step import steady_peak
-from estimator.survival import survival_upper_bound
-from estimator.verdict import Verdict, judge
+from estimator.search.screen import Screen
+from estimator.search.space import FSDP, Point, current_point, points
 
 MAX_ESTIMATES = 60
 """Candidates estimated at most; the answer says so if the search ends there."""
@@ -89,29 +85,22 @@ def search(
     reference = float(cost.total[0] if job.laid_out else cost.total.min())
     relative = cost.total / reference
     order = _order(candidates, relative, now, resumes(job.effective.values))
+    screen = Screen(settings, cluster, min_probability, candidates)
+    shows_fsdp = any(p.strategy in FSDP for p in candidates)
     fitting: list[Candidate] = []
     kinds: set[tuple[object, ...]] = set()
-    closest: int | None = None
     estimated = 0
     exhausted = True
     for index in order:
         point = candidates[index]
         if point == now and not job.errors:
             continue
+        if len(fitting) >= wanted and not shows_fsdp:
+            break
         kind = (point.strategy, point.tensor, point.pipeline, point.context, point.recompute.granularity)
         if kind in kinds or (len(fitting) >= wanted and not _missing_fsdp(fitting, point)):
             continue
-        if len(fitting) >= wanted and not any(p.strategy in FSDP for p in candidates):
-            break
-        trial = variant(settings, point)
-        bound = lower_bound(trial)
-        if _cannot_fit(bound, trial, cluster):
-            closest = min(closest or bound, bound)
-            continue
-        peak = steady_peak(trial, _heaviest_stage(trial), cluster.gpu.family)
-        required = _required(peak, trial, point, cluster)
-        if not _judge(peak, trial, point, cluster, min_probability).fits:
-            closest = min(closest or required, required)
+        if not screen.passes(point):
             continue
         if estimated >= MAX_ESTIMATES:
             exhausted = False
@@ -121,55 +110,13 @@ def search(
             continue
         estimated += 1
         changes, changed, result = found
-        closest = min(closest or result.required_bytes(), result.required_bytes())
-        if result.verdict.fits:
-            kinds.add(kind)
-            fitting.append(
-                Candidate(
-                    point,
-                    changes,
-                    changed,
-                    result,
-                    float(relative[index]),
-                    {name: round(float(values[index]) / reference, 4) for name, values in cost.terms.items()},
-                    _needs_conversion(point, now),
-                )
-            )
-    return SearchResult(tuple(fitting), closest, len(candidates), estimated, exhausted)
-
-
-def _heaviest_stage(settings: Settings) -> int:
-    """The first stage has most microbatches in flight, the last one the loss: the one with the higher bound."""
-    stages = settings.parallel.pipeline_model_parallel_size
-    return 0 if stages == 1 or stage_bound(settings, 0) >= stage_bound(settings, stages - 1) else stages - 1
-
-
-def _survival(peak: int, point: Point) -> int:
-    return survival_upper_bound(peak)["expandable_segments" if point.expandable_segments else "default"]
-
-
-def _required(peak: int, settings: Settings, point: Point, cluster: Cluster) -> int:
-    return _survival(peak, point) + overhead_of(settings, cluster.gpu.family).total_bytes
-
-
-def _judge(peak: int, settings: Settings, point: Point, cluster: Cluster, min_probability: float) -> Verdict:
-    """The verdict on one stage's steady peak: no candidate that fails it passes with its whole estimate."""
-    overhead = overhead_of(settings, cluster.gpu.family)
-    return judge(
-        _survival(peak, point),
-        overhead.total_bytes,
-        overhead.sigma_bytes,
-        cluster.usable_bytes,
-        cluster.memory_limit_bytes,
-        min_probability,
-    )
-
-
-def _cannot_fit(bound: int, settings: Settings, cluster: Cluster) -> bool:
-    """Survival memory is never below the peak, so a bound on the peak over the card (or the cap) settles it."""
-    if cluster.memory_limit_bytes is not None and bound > cluster.memory_limit_bytes:
-        return True
-    return bound + overhead_of(settings, cluster.gpu.family).total_bytes > cluster.usable_bytes
+        if not result.verdict.fits:
+            continue
+        kinds.add(kind)
+        terms = {name: round(float(values[index]) / reference, 4) for name, values in cost.terms.items()}
+        conversion = _needs_conversion(point, now)
+        fitting.append(Candidate(point, changes, changed, result, float(relative[index]), terms, conversion))
+    return SearchResult(tuple(fitting), screen.closest_bytes, len(candidates), estimated, exhausted)
 
 
 def _missing_fsdp(fitting: list[Candidate], point: Point) -> bool:

@@ -144,9 +144,8 @@ class _Composer:
 
     def _sync(self, name: str) -> None:
         """Runs what the strategy has written."""
-        block = self.strategy.cut(name)
-        if block.ops:
-            self.timeline.run(block)
+        if self.strategy.s.has_ops:
+            self.timeline.run(self.strategy.cut(name))
 
     # -- one iteration --------------------------------------------------------------------------------------------
     def iteration(self, name: str, first: bool) -> None:

@@ -1,0 +1,101 @@
+"""Which candidates are worth reading and estimating in full.
+
+Three tests, each cheaper than the next, none of which can drop a candidate that fits: a lower bound on the peak; what
+is known of more or less recompute of the same settings; the peak of the steady iteration of the heavier stage. More
+recomputed layers never raise the peak by more than one hidden state, far below the steps in which the search varies
+them (tests hold the search against exhaustive evaluation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from estimator.cluster import Cluster
+from estimator.job.settings import Settings
+from estimator.overhead import overhead_of
+from estimator.search.bound import lower_bound, stage_bound
+from estimator.search.space import Point, Recompute, variant
+from estimator.step import steady_peak
+from estimator.survival import survival_upper_bound
+from estimator.verdict import judge
+
+
+class Screen:
+    """Remembers what it has seen; ``closest_bytes`` is the smallest need among the candidates it has tested."""
+
+    def __init__(
+        self, settings: Settings, cluster: Cluster, min_probability: float, candidates: Iterable[Point]
+    ) -> None:
+        self.settings, self.cluster, self.min_probability = settings, cluster, min_probability
+        self.closest_bytes: int | None = None
+        self.overhead = overhead_of(settings, cluster.gpu.family)
+        self._known: dict[Point, bool] = {}
+        self._ladders: dict[Point, list[Point]] = {}
+        for point in candidates:
+            if _rung(point.recompute) is not None:
+                self._ladders.setdefault(_without_recompute(point), []).append(point)
+        for ladder in self._ladders.values():
+            ladder.sort(key=lambda p: _rung(p.recompute) or 0)
+
+    def passes(self, point: Point) -> bool:
+        """Whether the candidate may fit."""
+        if point not in self._known:
+            self._learn(point, self._test(point))
+            ladder = self._ladders.get(_without_recompute(point), [])
+            if not self._known[point] and point in ladder and ladder[-1] not in self._known:
+                self._learn(ladder[-1], self._test(ladder[-1]))
+        return self._known[point]
+
+    def _learn(self, point: Point, passed: bool) -> None:
+        """What passes, passes with more recompute; what fails, fails with less."""
+        self._known[point] = passed
+        ladder = self._ladders.get(_without_recompute(point), [])
+        if point not in ladder:
+            return
+        place = ladder.index(point)
+        for other in ladder[place:] if passed else ladder[:place]:
+            self._known[other] = passed
+
+    def _test(self, point: Point) -> bool:
+        trial = variant(self.settings, point)
+        overhead = overhead_of(trial, self.cluster.gpu.family)
+        bound = lower_bound(trial)
+        limit = self.cluster.memory_limit_bytes
+        if bound + overhead.total_bytes > self.cluster.usable_bytes or (limit is not None and bound > limit):
+            self._note(bound + overhead.total_bytes)
+            return False
+        peak = steady_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family)
+        survival = survival_upper_bound(peak)["expandable_segments" if point.expandable_segments else "default"]
+        self._note(survival + overhead.total_bytes)
+        return judge(
+            survival,
+            overhead.total_bytes,
+            overhead.sigma_bytes,
+            self.cluster.usable_bytes,
+            limit,
+            self.min_probability,
+        ).fits
+
+    def _note(self, required: int) -> None:
+        if self.closest_bytes is None or required < self.closest_bytes:
+            self.closest_bytes = required
+
+
+def _rung(recompute: Recompute) -> int | None:
+    """How much is recomputed, on the ladder nothing, n layers, all layers; None for what is beside it."""
+    if recompute.granularity is None:
+        return 0
+    if recompute.granularity != "full":
+        return None
+    return recompute.layers if recompute.method == "block" else 1 << 20
+
+
+def _without_recompute(point: Point) -> Point:
+    return replace(point, recompute=Recompute(None))
+
+
+def _heaviest_stage(settings: Settings) -> int:
+    """The first stage has most microbatches in flight, the last one the loss: the one with the higher bound."""
+    stages = settings.parallel.pipeline_model_parallel_size
+    return 0 if stages == 1 or stage_bound(settings, 0) >= stage_bound(settings, stages - 1) else stages - 1
