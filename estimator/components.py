@@ -15,7 +15,6 @@ NORMS = "activations_norms"
 RESIDUAL = "activations_residual"
 LOGITS = "logits_and_loss"
 ACTIVATION_GRADIENTS = "activation_gradients"
-PIPELINE = "pipeline_communication"
 BATCH = "batch"
 OPTIMIZER_TEMPORARIES = "optimizer_temporaries"
 WGRAD_DUMMIES = "fused_gradient_placeholders"
@@ -38,7 +37,6 @@ MEANING = {
     RESIDUAL: "the residual stream between layers",
     LOGITS: "logits, cross entropy and the loss",
     ACTIVATION_GRADIENTS: "gradients of activations in backward",
-    PIPELINE: "tensors sent to and received from other pipeline stages",
     BATCH: "tokens, labels, mask and positions",
     OPTIMIZER_TEMPORARIES: "copies made inside the optimizer step or while it is built",
     WGRAD_DUMMIES: "placeholders that Transformer Engine returns where the gradient was added in place",

@@ -38,6 +38,10 @@ class Op(NamedTuple):
     stream: str
 
 
+EMPTY_CACHE_OP = "!empty_cache"
+"""Name of the zero-byte op by which torch.cuda.empty_cache() is called: it changes what is reserved, not allocated."""
+
+
 @dataclass(slots=True)
 class Block:
     """An ordered list of allocations and frees.
@@ -59,6 +63,11 @@ class Block:
             if running > peak:
                 peak, index = running, i + 1
         self.delta, self.peak, self.peak_index = running, peak, index
+
+    def split_after(self, buffer: str) -> tuple[Block, Block]:
+        """Two blocks, the first ending with the last op on ``buffer``, or being all of it if there is none."""
+        stop = max((i + 1 for i, op in enumerate(self.ops) if op.name == buffer), default=len(self.ops))
+        return Block(self.name, self.ops[:stop]), Block(self.name, self.ops[stop:])
 
 
 EMPTY = Block("empty", ())
@@ -92,6 +101,10 @@ class Scribe:
         for name in names:
             _, size, component, stream = self.live.pop(name)
             self._ops.append(Op(name, -size, component, stream))
+
+    def empty_cache(self) -> None:
+        """torch.cuda.empty_cache()."""
+        self._ops.append(Op(EMPTY_CACHE_OP, 0, "", COMPUTE))
 
     def forget(self, name: str) -> None:
         """Stop following a buffer of an earlier block, so that its name may be used again here."""
@@ -148,11 +161,15 @@ class Timeline:
         if block.ops:
             self.entries.append(Entry(block, scope))
 
+    def spans(self) -> tuple[tuple[str, int, int], ...]:
+        """(phase, first entry, one past its last entry), in order."""
+        bounds = [*self._phases, ("", len(self.entries))]
+        return tuple((name, start, stop) for (name, start), (_, stop) in itertools.pairwise(bounds))
+
     def phases(self) -> tuple[PhaseResult, ...]:
         results = []
         running = 0
-        bounds = [*self._phases, ("", len(self.entries))]
-        for (name, start), (_, stop) in itertools.pairwise(bounds):
+        for name, start, stop in self.spans():
             peak, peak_entry = running, start
             for i in range(start, stop):
                 block = self.entries[i][0]
@@ -183,8 +200,7 @@ class Timeline:
 
     def ops(self) -> Iterator[tuple[str, tuple[object, ...], Op]]:
         """Every op in order with its phase and scope: what the allocator model replays."""
-        bounds = [*self._phases, ("", len(self.entries))]
-        for (name, start), (_, stop) in itertools.pairwise(bounds):
+        for name, start, stop in self.spans():
             for block, scope in self.entries[start:stop]:
                 for op in block.ops:
                     yield name, scope, op

@@ -8,11 +8,10 @@ from estimator.allocator.settings import (
     AllocatorSettingsError,
     parse_alloc_conf,
 )
-from estimator.allocator.trace import EMPTY_CACHE_OP, Trace, TraceError, compile_ops
+from estimator.allocator.trace import Trace, TraceError, compile_ops
 
 __all__ = [
     "DEFAULT",
-    "EMPTY_CACHE_OP",
     "EXPANDABLE_SEGMENTS",
     "AllocatorSettings",
     "AllocatorSettingsError",

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from estimator.allocator.compiled import Ints
 from estimator.allocator.kernel import ALLOC, EMPTY_CACHE, FREE, FREE_COMPLETED, FREE_REQUESTED
-from estimator.timeline import Block, Timeline
-
-EMPTY_CACHE_OP = "!empty_cache"
-"""Name of the zero-byte op by which a timeline says that torch.cuda.empty_cache() is called."""
-
+from estimator.timeline import EMPTY_CACHE_OP, Block, Timeline
 
 class TraceError(ValueError):
     """A free without its allocation, a second allocation of a live buffer, or a size that does not match."""
@@ -72,8 +67,7 @@ def compile_ops(timeline: Timeline) -> Trace:
     it is live.
     """
     assembly = _Assembly()
-    bounds = [*timeline._phases, ("", len(timeline.entries))]
-    for (name, start), (_, stop) in pairwise(bounds):
+    for name, start, stop in timeline.spans():
         phase = assembly.phase(name)
         for block, scope in timeline.entries[start:stop]:
             assembly.add(block, scope, phase)

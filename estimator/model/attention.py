@@ -145,7 +145,9 @@ class Attention:
         s.alloc("attention_output_again", self.x.query, ATTENTION)
         s.alloc("softmax_statistics", softmax_statistics(self.x), ATTENTION)
 
-    def backward(self, s: Scribe, fused_wgrad: bool, recompute_core: bool = False) -> list[Step]:
+    def backward(
+        self, s: Scribe, fused_wgrad: bool, recompute_core: bool = False, keep_input: bool = False
+    ) -> list[Step]:
         """From the gradient of the residual stream to the gradient of this layer's input, added to it in place."""
         x, m = self.x, self.model
         steps: list[Step] = []
@@ -179,7 +181,11 @@ class Attention:
             s.free("qkv_output")
         if fused_wgrad:
             steps += [s.cut("attention.core"), NeedsMainGrad("linear_qkv")]
-        column_backward(s, x, m, "qkv", self._qkv_weight, fused_wgrad, "qkv_grad", "prev/output")
+        column_backward(
+            s, x, m, "qkv", self._qkv_weight, fused_wgrad, "qkv_grad", None if keep_input else "prev/output"
+        )
+        if keep_input:
+            s.rename("prev/output", "^kept_input")
         s.free("qkv_input_grad")
         steps.append(s.cut("attention.qkv"))
         steps.append(GradReady("qkv_norm_weight", None))

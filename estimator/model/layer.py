@@ -22,8 +22,14 @@ def layer_program(
     recompute_mlp: bool,
     fused_wgrad: bool,
     out_of_place: bool,
+    keep_output_grad: bool = False,
+    keep_input: bool = False,
 ) -> Program:
-    """Forward from ``prev/output`` to ``output``; backward from ``^grad`` (of output) to ``^grad`` (of the input)."""
+    """Forward from ``prev/output`` to ``output``; backward from ``^grad`` (of output) to ``^grad`` (of the input).
+
+    ``keep_output_grad``, ``keep_input``: the pipeline schedule still refers to the received tensors, which backward
+    leaves as ``^kept_output_grad`` and ``^kept_input``.
+    """
     attention, mlp = Attention(model, shapes), Mlp(model, shapes)
     s = Scribe()
     attention.forward(s, keep=True, recompute_core=recompute_core_attention)
@@ -32,8 +38,8 @@ def layer_program(
     hidden = shapes.hidden
     s.assume("prev/output", hidden, RESIDUAL)
     s.assume("^grad", hidden, ACTIVATION_GRADIENTS)
-    steps: list[Step] = mlp.backward(s, fused_wgrad, out_of_place, recompute_mlp)
-    steps += attention.backward(s, fused_wgrad, recompute_core_attention)
+    steps: list[Step] = mlp.backward(s, fused_wgrad, out_of_place, keep_output_grad, recompute_mlp)
+    steps += attention.backward(s, fused_wgrad, recompute_core_attention, keep_input)
     return Program(forward, tuple(step for step in steps if not (isinstance(step, Block) and not step.ops)))
 
 

@@ -64,7 +64,7 @@ def column_backward(
     weight_bytes: int,
     fused_wgrad: bool,
     output_grad: str,
-    saved_input: str,
+    saved_input: str | None,
 ) -> None:
     """Backward of norm and column-parallel product: leaves ``{name}_input_grad``, ``{name}_gamma_grad`` (and wgrad)."""
     if x.sequence_parallel:
@@ -83,7 +83,9 @@ def column_backward(
     if x.sequence_parallel:
         s.free(f"{name}_scattered")
     free_statistics(s, f"{name}_norm", model.normalization)
-    s.free(f"{name}_norm_grad", output_grad, saved_input)
+    s.free(f"{name}_norm_grad", output_grad)
+    if saved_input:
+        s.free(saved_input)
 
 
 def _vectors(model: ModelSettings) -> int:

@@ -47,11 +47,13 @@ class Mlp:
         if not keep:
             s.free("residual")
 
-    def backward(self, s: Scribe, fused_wgrad: bool, out_of_place: bool, recompute: bool = False) -> list[Step]:
+    def backward(
+        self, s: Scribe, fused_wgrad: bool, out_of_place: bool, keep_grad: bool = False, recompute: bool = False
+    ) -> list[Step]:
         """From ``^grad`` (gradient of this layer's output) to the gradient of the residual stream before the MLP.
 
         ``out_of_place``: the sum with the skip connection's gradient takes a tensor of its own (the topmost layer, and
-        every FSDP unit, whose hooks still hold the incoming gradient).
+        every FSDP unit, whose hooks still hold the incoming gradient). ``keep_grad`` then leaves the incoming one.
         """
         x, m = self.x, self.model
         steps: list[Step] = []
@@ -74,7 +76,11 @@ class Mlp:
         column_backward(s, x, m, "fc1", fc1_weight, fused_wgrad, "fc1_grad", "residual")
         if out_of_place:
             s.alloc("^grad_sum", x.hidden, ACTIVATION_GRADIENTS)
-            s.free("^grad", "fc1_input_grad")
+            if keep_grad:
+                s.rename("^grad", "^kept_output_grad")
+                s.free("fc1_input_grad")
+            else:
+                s.free("^grad", "fc1_input_grad")
             s.rename("^grad_sum", "^grad")
         else:
             s.free("fc1_input_grad")

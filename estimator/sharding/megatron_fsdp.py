@@ -108,7 +108,7 @@ class MegatronFsdp(Strategy):
                 self.s.alloc(f"weights/{g.index}", self._share(g, self.weights_sharded) * w, PARAMETERS, SIDE)
             if self.weights_sharded:
                 if self.double_buffered and g.unit is not None:
-                    self._from_pool("weights", f"gathered/{g.index}", g.size * w, GATHERED_PARAMETERS)
+                    self._from_pool("weights", f"gathered/{g.index}", g.size * w, GATHERED_PARAMETERS, SIDE)
                 else:
                     self.s.alloc(f"gathered/{g.index}", g.size * w, GATHERED_PARAMETERS, SIDE)
             if self._main_params_bytes:
@@ -125,6 +125,7 @@ class MegatronFsdp(Strategy):
                 self._release_weights(g.index)
         grads = sum(self._share(g, self.grads_sharded) for g in self.groups)
         self.s.alloc("main_grads", grads * DTYPE_BYTES[self.gradient_dtype], MAIN_GRADIENTS, SIDE)
+        self.s.empty_cache()  # param_and_grad_buffer.py:3119
 
     def build_optimizer(self) -> None:
         """FSDP's own main weights are what the optimizer steps over: nothing more is allocated."""
@@ -144,7 +145,7 @@ class MegatronFsdp(Strategy):
         return shards
 
     # -- all-gather -----------------------------------------------------------------------------------------------
-    def _from_pool(self, kind: str, name: str, num_bytes: int, component: str) -> None:
+    def _from_pool(self, kind: str, name: str, num_bytes: int, component: str, stream: str) -> None:
         """Double buffering: a unit takes one of at most two buffers, which stay allocated once made."""
         pool = self.pools[kind]
         if name in pool.values():
@@ -152,7 +153,7 @@ class MegatronFsdp(Strategy):
         slot = next((slot for slot, user in pool.items() if user is None), None)
         if slot is None:
             slot = f"pool/{kind}/{len(pool)}"
-            self.s.alloc(slot, num_bytes, component, COMPUTE)
+            self.s.alloc(slot, num_bytes, component, stream)
         pool[slot] = name
 
     def _free_or_return(self, kind: str, name: str) -> None:
@@ -173,7 +174,7 @@ class MegatronFsdp(Strategy):
         group = self.groups[index]
         size = group.size * self.stage.element_bytes
         if self.double_buffered and group.unit is not None:
-            self._from_pool("weights", name, size, GATHERED_PARAMETERS)
+            self._from_pool("weights", name, size, GATHERED_PARAMETERS, GATHER)
         else:
             self.s.alloc(name, size, GATHERED_PARAMETERS, GATHER)
 
@@ -258,7 +259,7 @@ class MegatronFsdp(Strategy):
         size = group.size * self._communication_bytes
         if self.double_buffered and group.unit is not None:
             self._enforce_double_buffer(group.index)
-            self._from_pool("grads", name, size, GRADIENT_BUCKETS)
+            self._from_pool("grads", name, size, GRADIENT_BUCKETS, COMPUTE)
         else:
             self.s.alloc(name, size, GRADIENT_BUCKETS, COMPUTE)
 

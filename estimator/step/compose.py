@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from estimator.components import ACTIVATION_GRADIENTS, BATCH, PIPELINE, RESIDUAL, WGRAD_DUMMIES
+from estimator.components import ACTIVATION_GRADIENTS, BATCH, RESIDUAL
 from estimator.job.settings import Settings
 from estimator.layout import StageShare, stage_shares
 from estimator.model.embedding import embedding_program
@@ -22,8 +22,8 @@ from estimator.model.shapes import Shapes, shapes_of
 from estimator.schedule import stage_order
 from estimator.sharding.base import Stage, Unit
 from estimator.sharding.table import strategy_for
+from estimator.step.first_use import FirstUse, block_of
 from estimator.step.recompute import Chunk, recompute_chunks
-from estimator.step.workspaces import wgrad_dummy_bytes, write_backward_workspaces, write_forward_workspaces
 from estimator.timeline import Block, Scribe, Timeline, rounded
 
 _BATCH_BYTES_PER_TOKEN = 8 + 8 + 4 + 8
@@ -84,25 +84,28 @@ class _Composer:
         self.chunks: tuple[Chunk, ...] = recompute_chunks(settings.recompute, share.num_layers)
         selective = settings.recompute.recompute_granularity == "selective"
         modules = settings.recompute.recompute_modules if selective else ()
-        self.programs = [
-            layer_program(
-                model,
-                self.x,
-                recompute_core_attention="core_attn" in modules,
-                recompute_mlp="mlp" in modules,
-                fused_wgrad=fused,
-                out_of_place=out_of_place,
-            )
-            for out_of_place in (False, True)
-        ]
+        self.modules = tuple(modules)
         self.discarded = discarded_forward(model, self.x) if any(c.recomputed for c in self.chunks) else None
         self.embedding = embedding_program(model, self.x, tied, fused) if share.pre_process else None
         self.head = head_program(model, self.x, tied, fused) if share.post_process else None
         self.hidden = rounded(self.x.hidden)
-        self.dummy_shapes: set[tuple[int, int]] = set()
-        self.makes_dummies = False
+        rotary = model.position_embedding_type in ("rope", "yarn")
+        self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family)
         self.kept: dict[str, tuple[object, ...]] = {}
+        self.sent_output: tuple[object, ...] = ()
         self._move = self._moves()
+
+    def _layer(self, own_sum: bool = False, keep_output_grad: bool = False, keep_input: bool = False) -> Program:
+        return layer_program(
+            self.settings.model,
+            self.x,
+            recompute_core_attention="core_attn" in self.modules,
+            recompute_mlp="mlp" in self.modules,
+            fused_wgrad=self.strategy.fused_wgrad,
+            out_of_place=own_sum,
+            keep_output_grad=keep_output_grad,
+            keep_input=keep_input,
+        )
 
     def _moves(self) -> dict[str, Block]:
         """Blocks of one op, shared by all microbatches."""
@@ -111,24 +114,22 @@ class _Composer:
             ("batch", "batch", BATCH, self.x.full_tokens * _BATCH_BYTES_PER_TOKEN),
             ("receive_forward", "output", RESIDUAL, self.hidden),
             ("receive_backward", "^grad", ACTIVATION_GRADIENTS, self.hidden),
-            ("keep_output_grad", "kept_output_grad", PIPELINE, self.hidden),
-            ("keep_input", "kept_input", PIPELINE, self.hidden),
-            ("keep_input_grad", "kept_input_grad", PIPELINE, self.hidden),
+            ("release_output_grad", "^kept_output_grad", ACTIVATION_GRADIENTS, self.hidden),
+            ("release_input", "^kept_input", RESIDUAL, self.hidden),
+            ("release_input_grad", "^kept_input_grad", ACTIVATION_GRADIENTS, self.hidden),
         ):
             s = Scribe()
             s.alloc(buffer, size, component)
             blocks[name] = s.cut(name)
             s.free(buffer)
             blocks[f"{name}.end"] = s.cut(f"{name}.end")
-        for name, buffer, component in (
-            ("drop_output", "output", RESIDUAL),
-            ("send_backward", "^grad", ACTIVATION_GRADIENTS),
-        ):
-            s = Scribe()
-            s.alloc(buffer, self.hidden, component)
-            s.cut(name)
-            s.free(buffer)
-            blocks[name] = s.cut(name)
+        s = Scribe()
+        s.assume("output", self.hidden, RESIDUAL)
+        s.free("output")
+        blocks["drop_output"] = s.cut("drop_output")
+        s.assume("^grad", self.hidden, ACTIVATION_GRADIENTS)
+        s.rename("^grad", "^kept_input_grad")
+        blocks["keep_input_grad"] = s.cut("keep_input_grad")
         return blocks
 
     # -- building -------------------------------------------------------------------------------------------------
@@ -156,15 +157,15 @@ class _Composer:
         order = stage_order(
             settings.parallel.pipeline_model_parallel_size, self.share.pipeline_rank, settings.num_microbatches
         )
-        made_forward = made_backward = not first
-        for step in order:
+        for step, following in zip(order, (*order[1:], None), strict=True):
             scope = (name, step.microbatch)
             if step.kind == "F":
-                self.forward(scope, not made_forward, first_receive=step is order[0])
-                made_forward = True
+                self.forward(scope, first_receive=step is order[0])
+                if following is None or following.kind == "F":
+                    self._drop_sent_output()
             else:
-                self.backward(scope, step.is_last, make_workspaces=not made_backward)
-                made_backward = True
+                self.backward(scope, step.is_last)
+                self.first_use = None
         self._release_kept("output_grad")
         self.strategy.finish_gradients()
         self._sync("finish_gradients")
@@ -173,18 +174,16 @@ class _Composer:
         self._sync("optimizer_step")
 
     def leave_first_iteration(self) -> None:
-        """What a first iteration leaves behind, without running it: workspaces, placeholders, optimizer states."""
-        self._workspaces(forward=True)
-        self._workspaces(forward=False)
-        self.makes_dummies = self.strategy.fused_wgrad
-        for parameter in self.parameters:
-            self._make_dummy(parameter)
+        """What a first iteration leaves behind, without running it: lasting buffers, optimizer states."""
+        if self.first_use:
+            self.timeline.run(self.first_use.remaining(self.parameters, self.strategy.fused_wgrad))
+            self.first_use = None
         self.strategy.begin_backward()
         self.strategy.finish_gradients()
         self.strategy.optimizer_step(first=True)
         self._sync("first_iteration")
 
-    def forward(self, scope: tuple[object, ...], make_workspaces: bool, first_receive: bool) -> None:
+    def forward(self, scope: tuple[object, ...], first_receive: bool) -> None:
         run, strategy = self.timeline.run, self.strategy
         if self.share.pre_process or self.share.post_process:
             run(self._move["batch"], scope)
@@ -197,37 +196,42 @@ class _Composer:
             self._release_kept("input")
             if first_receive:
                 self._release_kept("input_grad")
-        if make_workspaces:
-            self._workspaces(forward=True)
+        if self.first_use and self.first_use.rotary:
+            run(block_of(self.first_use.rotary))
+            self.first_use.rotary = None
         for chunk in self.chunks:
             for layer in chunk.layers:
                 strategy.before_forward(layer)
                 self._sync("gather")
                 if chunk.recomputed and self.discarded:
-                    run(self.discarded, (*scope, layer))
+                    self._run(self.discarded, (*scope, layer))
                     if layer != chunk.layers[0]:
                         run(self._move["drop_output"], (*scope, layer - 1))
                 else:
-                    run(self.programs[0].forward, (*scope, layer))
+                    self._run(self._layer().forward, (*scope, layer))
                 strategy.after_forward(layer)
                 self._sync("release")
         last = self.share.num_layers
         if self.head:
             strategy.before_forward("head")
             self._sync("gather")
-            run(self.head.forward, (*scope, last))
+            self._run(self.head.forward, (*scope, last))
         else:
-            run(self._move["drop_output"], (*scope, last - 1))
+            self.sent_output = (*scope, last - 1)
 
-    def backward(self, scope: tuple[object, ...], is_last: bool, make_workspaces: bool) -> None:
+    def _drop_sent_output(self) -> None:
+        """The output was sent on: the schedule lets go of it, after a gradient to receive has its buffer."""
+        if self.sent_output:
+            self.timeline.run(self._move["drop_output"], self.sent_output)
+            self.sent_output = ()
+
+    def backward(self, scope: tuple[object, ...], is_last: bool) -> None:
         run, strategy = self.timeline.run, self.strategy
         if not self.head:
             run(self._move["receive_backward"], scope)
+            self._drop_sent_output()
             self._release_kept("output_grad")
         strategy.begin_backward()
-        if make_workspaces:
-            self._workspaces(forward=False)
-        self.makes_dummies = make_workspaces and strategy.fused_wgrad
         if self.head:
             self._steps(self.head, "head", (*scope, self.share.num_layers))
         top = self.share.num_layers - 1
@@ -236,7 +240,7 @@ class _Composer:
                 for layer in chunk.layers:
                     strategy.before_recompute(layer)
                     self._sync("gather")
-                    run(self.programs[0].forward, (*scope, layer))
+                    run(self._layer().forward, (*scope, layer))
                     strategy.after_recompute(layer)
             for layer in reversed(chunk.layers):
                 strategy.before_backward(layer)
@@ -244,8 +248,9 @@ class _Composer:
                 own_sum = (
                     strategy.out_of_place_residual or layer == top or (chunk.recomputed and layer == chunk.layers[-1])
                 )
-                self._steps(self.programs[own_sum], layer, (*scope, layer))
-                if layer == top and not self.head:
+                keep_grad, keep_input = layer == top and not self.head, layer == 0 and not self.embedding
+                self._steps(self._layer(own_sum, keep_grad, keep_input), layer, (*scope, layer))
+                if keep_grad:
                     self._keep("output_grad", scope)
                 strategy.after_backward(layer)
                 self._sync("release")
@@ -254,7 +259,8 @@ class _Composer:
         if self.embedding:
             self._steps(self.embedding, "embedding", (*scope, -1))
         else:
-            run(self._move["send_backward"], scope)
+            self._release_kept("input_grad")
+            run(self._move["keep_input_grad"], scope)
             self._keep("input_grad", scope)
             self._keep("input", scope)
         strategy.end_backward(is_last)
@@ -263,17 +269,26 @@ class _Composer:
             run(self._move["batch.end"], scope)
 
     def _keep(self, name: str, scope: tuple[object, ...]) -> None:
-        """What the schedule still refers to after it was sent or used: until the next one of its kind is received."""
+        """What the schedule still refers to after it was sent or used: until the next one of its kind is there."""
         self._release_kept(name)
-        self.timeline.run(self._move[f"keep_{name}"], scope)
         self.kept[name] = scope
 
     def _release_kept(self, name: str) -> None:
         if name in self.kept:
-            self.timeline.run(self._move[f"keep_{name}.end"], self.kept.pop(name))
+            self.timeline.run(self._move[f"release_{name}.end"], self.kept.pop(name))
+
+    def _run(self, block: Block, scope: tuple[object, ...]) -> None:
+        """Runs a block; in the first iteration with the lasting buffers where they are first used."""
+        if not self.first_use:
+            self.timeline.run(block, scope)
+            return
+        for part, lasting in self.first_use.split(block):
+            self.timeline.run(part, scope)
+            if lasting:
+                self.timeline.run(block_of(lasting))
 
     def _steps(self, program: Program, unit: Unit, scope: tuple[object, ...]) -> None:
-        if not (self.strategy.acts_in_backward or self.makes_dummies):
+        if not (self.strategy.acts_in_backward or self.first_use):
             self.timeline.run(program.whole_backward, scope)
             return
         layer = unit if isinstance(unit, int) else None
@@ -282,30 +297,17 @@ class _Composer:
 
     def _step(self, step: Step, layer: int | None, scope: tuple[object, ...]) -> None:
         if isinstance(step, Block):
-            self.timeline.run(step, scope)
+            self._run(step, scope)
             return
         parameter = self.by_name[layer, step.parameter]
         if isinstance(step, NeedsMainGrad):
             self.strategy.needs_main_grad(parameter)
-            self._make_dummy(parameter)
+            self._sync("gradient")
+            if not self.first_use:
+                return
+            placeholder = self.first_use.expect_placeholder(parameter)
+            if placeholder:
+                self.timeline.run(placeholder)
         elif isinstance(step, GradReady):
             self.strategy.grad_ready(parameter)
         self._sync("gradient")
-
-    def _make_dummy(self, parameter: Parameter) -> None:
-        if not self.makes_dummies:
-            return
-        size = wgrad_dummy_bytes(parameter, self.dummy_shapes, self.x.element_bytes)
-        if size:
-            s = Scribe()
-            s.alloc(f"wgrad_dummy/{parameter.name}/{parameter.layer}", size, WGRAD_DUMMIES)
-            self.timeline.run(s.cut("wgrad_dummy"))
-
-    def _workspaces(self, forward: bool) -> None:
-        s = Scribe()
-        if forward:
-            rotary = self.settings.model.position_embedding_type in ("rope", "yarn")
-            write_forward_workspaces(s, self.x, self.share, rotary, self.gpu_family)
-        else:
-            write_backward_workspaces(s, self.share, self.gpu_family)
-        self.timeline.run(s.cut("workspaces"))

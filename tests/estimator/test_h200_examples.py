@@ -1,7 +1,8 @@
 """Six measured rows, one a strategy: 8 layers of Llama-3-8B, sequence 4096, 8 ranks, rank 0 simulated on one H200.
 
 Settings of all rows: Transformer Engine layers, untied, RMSNorm, SwiGLU, RoPE, no biases, dropout 0, BF16 parameters,
-FP32 main gradients, native fused cross entropy, gradient accumulation fusion off, overlaps on, one bucket, clip_grad 1.0, no
+FP32 main gradients, native fused cross entropy, gradient accumulation fusion off, overlaps on, one bucket, clip_grad
+1.0, no
 recompute, one microbatch. Stack: torch 2.11.0+cu130, megatron-core 0.19.2, transformer-engine 2.12.0.
 """
 
