@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION
@@ -11,8 +11,8 @@ from estimator.errors import FieldProblem, JobError
 from estimator.job.settings import Settings
 from estimator.overhead import Overhead, overhead_of
 from estimator.step import step_timeline
-from estimator.survival import ASSUMPTION, survival_upper_bound
-from estimator.timeline import PhaseResult
+from estimator.survival import SETTINGS, survival_bytes
+from estimator.timeline import PhaseResult, Timeline
 from estimator.verdict import Verdict, judge
 
 
@@ -25,6 +25,7 @@ class RankEstimate:
     components_at_peak: dict[str, int]
     resident_state_bytes: int
     survival_bytes: dict[str, int]
+    """By allocator setting; a setting that was not asked for is left out."""
 
     @property
     def peak(self) -> PhaseResult:
@@ -71,7 +72,7 @@ class Estimate:
             "resident_state_bytes": rank.resident_state_bytes,
             "peak_phase": peak.name,
             "peak_pipeline_rank": rank.pipeline_rank,
-            "survival_bytes": dict(rank.survival_bytes),
+            "survival_bytes": {name: rank.survival_bytes.get(name) for name in SETTINGS},
             "allocator": {"setting": self.allocator_setting, "source": self.settings.runtime.allocator_source},
             "overhead_bytes": {"cuda_context": self.overhead.context_bytes, "nccl": self.overhead.nccl_bytes},
             "required_bytes": self.required_bytes(),
@@ -98,42 +99,66 @@ class Estimate:
     def assumptions(self) -> list[str]:
         names = ", ".join(self.overhead.communicators) or "none"
         return [
-            ASSUMPTION,
-            (f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
-            f"(communicators: {names}) are priors, not measured on this cluster"),
+            (
+                f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
+                f"(communicators: {names}) are priors, not measured on this cluster"
+            ),
+            "PYTORCH_CUDA_ALLOC_CONF sets nothing but expandable_segments; no other process shares the card",
             "gradient clipping is active in the step",
             f"{self.settings.num_microbatches} microbatches a step on each rank",
         ]
 
 
-def estimate_rank(settings: Settings, pipeline_rank: int, gpu_family: str) -> RankEstimate:
+def _rank(settings: Settings, pipeline_rank: int, gpu_family: str) -> tuple[RankEstimate, Timeline]:
+    """One rank without its survival memory, which takes longer than all the rest."""
     step = step_timeline(settings, pipeline_rank, gpu_family)
     phases = step.timeline.phases()
     peak = max(phases, key=lambda phase: phase.peak_bytes)
-    return RankEstimate(
-        pipeline_rank=pipeline_rank,
-        phases=phases,
-        components_at_peak=step.timeline.components_at_peak(peak),
-        resident_state_bytes=step.resident_state_bytes,
-        survival_bytes=survival_upper_bound(peak.peak_bytes),
+    rank = RankEstimate(
+        pipeline_rank, phases, step.timeline.components_at_peak(peak), step.resident_state_bytes, survival_bytes={}
+    )
+    return rank, step.timeline
+
+
+def _with_survival(
+    ranks: list[tuple[RankEstimate, Timeline]], exact: int, names: tuple[str, ...]
+) -> tuple[RankEstimate, ...]:
+    """Survival memory of the ``exact`` ranks with the highest peaks; of the others by the same ratio to their peak."""
+    heaviest = sorted(range(len(ranks)), key=lambda i: -ranks[i][0].peak.peak_bytes)
+    found = {i: survival_bytes(ranks[i][1], names) for i in heaviest[:exact]}
+    reference = heaviest[0]
+    ratios = {name: n / ranks[reference][0].peak.peak_bytes for name, n in found[reference].items()}
+    return tuple(
+        replace(
+            rank,
+            survival_bytes=found.get(i) or {name: int(r * rank.peak.peak_bytes) for name, r in ratios.items()},
+        )
+        for i, (rank, _) in enumerate(ranks)
     )
 
 
 def estimate(
-    settings: Settings, cluster: Cluster, min_probability: float = 0.99, pipeline_rank: int | None = None
+    settings: Settings,
+    cluster: Cluster,
+    min_probability: float = 0.99,
+    pipeline_rank: int | None = None,
+    exact_ranks: int = 2,
+    both_settings: bool = True,
 ) -> Estimate:
     """Estimate every pipeline rank; the figures are of the worst by required bytes, or of ``pipeline_rank``.
 
-    Raises JobError if ``pipeline_rank`` is not a rank of the job, ValueError if its layers cannot be split.
+    ``exact_ranks``: of how many ranks the allocator is simulated, those with the highest peaks (and ``pipeline_rank``).
+    ``both_settings``: survival memory under the setting that the job does not have, too. Raises JobError if ``pipeline_rank`` is not a rank of the job, ValueError if its layers cannot be split.
     """
     stages = settings.parallel.pipeline_model_parallel_size
     if pipeline_rank is not None and not 0 <= pipeline_rank < stages:
-        raise JobError(
-            [FieldProblem("pipeline_rank", f"the job has no pipeline rank {pipeline_rank}", f"0 to {stages - 1}")]
-        )
-    ranks = tuple(estimate_rank(settings, rank, cluster.gpu.family) for rank in range(stages))
-    overhead = overhead_of(settings, cluster.gpu.family)
+        message = f"the job has no pipeline rank {pipeline_rank}"
+        raise JobError([FieldProblem("pipeline_rank", message, f"0 to {stages - 1}")])
     setting = "expandable_segments" if settings.runtime.expandable_segments else "default"
+    timelines = [_rank(settings, rank, cluster.gpu.family) for rank in range(stages)]
+    names = tuple(SETTINGS) if both_settings else (setting,)
+    ranks = _with_survival(timelines, stages if pipeline_rank is not None else exact_ranks, names)
+    overhead = overhead_of(settings, cluster.gpu.family)
     if pipeline_rank is None:
         chosen = max(range(stages), key=lambda i: ranks[i].survival_bytes[setting])
     else:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 ALIGNMENT_BYTES = 512
 _ROUND_UP = ALIGNMENT_BYTES - 1
 
-COMPUTE, SIDE, GATHER, REDUCE = "default", "side", "all_gather", "reduce_scatter"
+COMPUTE, SIDE, GATHER, REDUCE = STREAMS = ("default", "side", "all_gather", "reduce_scatter")
 """Streams: pools of the caching allocator are kept apart by the stream that a buffer is made on."""
 
 
@@ -55,6 +55,8 @@ class Block:
     delta: int = field(init=False)
     peak: int = field(init=False)
     peak_index: int = field(init=False)
+    compiled: object = field(default=None, init=False, compare=False, repr=False)
+    """Room for whoever replays blocks to keep what it made of this one; blocks are shared between timelines."""
 
     def __post_init__(self) -> None:
         running = peak = index = 0

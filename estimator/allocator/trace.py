@@ -10,7 +10,7 @@ import numpy as np
 
 from estimator.allocator.compiled import Ints
 from estimator.allocator.kernel import ALLOC, EMPTY_CACHE, FREE, FREE_COMPLETED, FREE_REQUESTED
-from estimator.timeline import EMPTY_CACHE_OP, Block, Timeline
+from estimator.timeline import EMPTY_CACHE_OP, STREAMS, Block, Timeline
 
 class TraceError(ValueError):
     """A free without its allocation, a second allocation of a live buffer, or a size that does not match."""
@@ -76,6 +76,7 @@ def compile_ops(timeline: Timeline) -> Trace:
 
 _OWN, _PREVIOUS, _MICROBATCH = 0, 1, 2
 _LocalKey = tuple[int, str]
+_STREAM_NUMBERS = {name: number for number, name in enumerate(STREAMS)}
 
 
 def _local_key(name: str) -> _LocalKey:
@@ -109,8 +110,7 @@ class _Template:
 class _Reader:
     """Reads one block into a :class:`_Template`."""
 
-    def __init__(self, streams: dict[str, int]) -> None:
-        self.all_streams = streams
+    def __init__(self) -> None:
         self.kinds: list[int] = []
         self.refs: list[int] = []
         self.sizes: list[int] = []
@@ -146,7 +146,7 @@ class _Reader:
         self.kinds.append(kind)
         self.refs.append(ref)
         self.sizes.append(num_bytes)
-        self.streams.append(self.all_streams.setdefault(stream, len(self.all_streams)))
+        self.streams.append(_STREAM_NUMBERS[stream])
 
     def _take(self, key: _LocalKey, num_bytes: int, where: str) -> int:
         number = self.held.pop(key, None)
@@ -163,9 +163,7 @@ class _Assembly:
     """Puts blocks one after another and lets their buffers meet by scope and name."""
 
     def __init__(self) -> None:
-        self.streams: dict[str, int] = {}
         self.phases: dict[str, int] = {}
-        self.templates: dict[int, _Template] = {}
         self.columns: tuple[list[int], ...] = ([], [], [], [], [])
         self.live: dict[Scope, dict[str, int]] = {}
         """By scope and name: the number of each live buffer."""
@@ -175,9 +173,9 @@ class _Assembly:
         return self.phases.setdefault(name, len(self.phases))
 
     def add(self, block: Block, scope: Scope, phase: int) -> None:
-        template = self.templates.get(id(block))
-        if template is None:
-            template = self.templates[id(block)] = _Reader(self.streams).read(block)
+        template = block.compiled
+        if not isinstance(template, _Template):
+            template = block.compiled = _Reader().read(block)
         first = len(self.sizes)
         self.sizes.extend(template.new_sizes)
         numbers = [*range(first, len(self.sizes))]
@@ -208,7 +206,7 @@ class _Assembly:
 
     def trace(self) -> Trace:
         kinds, buffers, sizes, streams, phases = (np.array(column, dtype=np.int64) for column in self.columns)
-        return Trace(kinds, buffers, sizes, streams, phases, tuple(self.streams), tuple(self.phases))
+        return Trace(kinds, buffers, sizes, streams, phases, STREAMS, tuple(self.phases))
 
 
 def _scope_of(scope: Scope, relation: int) -> Scope:

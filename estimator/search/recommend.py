@@ -165,4 +165,4 @@ def _evaluate(
         return None
     if changed.errors or not changed.laid_out:
         return None
-    return changes, changed, estimate(changed.settings, cluster, min_probability)
+    return changes, changed, estimate(changed.settings, cluster, min_probability, exact_ranks=1, both_settings=False)

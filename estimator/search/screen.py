@@ -17,7 +17,6 @@ from estimator.overhead import overhead_of
 from estimator.search.bound import lower_bound, stage_bound
 from estimator.search.space import Point, Recompute, variant
 from estimator.step import steady_peak
-from estimator.survival import survival_upper_bound
 from estimator.verdict import judge
 
 
@@ -66,10 +65,9 @@ class Screen:
             self._note(bound + overhead.total_bytes)
             return False
         peak = steady_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family)
-        survival = survival_upper_bound(peak)["expandable_segments" if point.expandable_segments else "default"]
-        self._note(survival + overhead.total_bytes)
+        self._note(peak + overhead.total_bytes)
         return judge(
-            survival,
+            peak,  # the survival memory is never below it
             overhead.total_bytes,
             overhead.sigma_bytes,
             self.cluster.usable_bytes,

@@ -85,6 +85,7 @@ class _Composer:
         selective = settings.recompute.recompute_granularity == "selective"
         modules = settings.recompute.recompute_modules if selective else ()
         self.modules = tuple(modules)
+        self.programs: dict[tuple[bool, bool, bool], Program] = {}
         self.discarded = discarded_forward(model, self.x) if any(c.recomputed for c in self.chunks) else None
         self.embedding = embedding_program(model, self.x, tied, fused) if share.pre_process else None
         self.head = head_program(model, self.x, tied, fused) if share.post_process else None
@@ -96,16 +97,20 @@ class _Composer:
         self._move = self._moves()
 
     def _layer(self, own_sum: bool = False, keep_output_grad: bool = False, keep_input: bool = False) -> Program:
-        return layer_program(
-            self.settings.model,
-            self.x,
-            recompute_core_attention="core_attn" in self.modules,
-            recompute_mlp="mlp" in self.modules,
-            fused_wgrad=self.strategy.fused_wgrad,
-            out_of_place=own_sum,
-            keep_output_grad=keep_output_grad,
-            keep_input=keep_input,
-        )
+        kind = (own_sum, keep_output_grad, keep_input)
+        program = self.programs.get(kind)
+        if program is None:
+            program = self.programs[kind] = layer_program(
+                self.settings.model,
+                self.x,
+                recompute_core_attention="core_attn" in self.modules,
+                recompute_mlp="mlp" in self.modules,
+                fused_wgrad=self.strategy.fused_wgrad,
+                out_of_place=own_sum,
+                keep_output_grad=keep_output_grad,
+                keep_input=keep_input,
+            )
+        return program
 
     def _moves(self) -> dict[str, Block]:
         """Blocks of one op, shared by all microbatches."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from estimator.allocator import EMPTY_CACHE_OP, TraceError, compile_ops
+from estimator.allocator import TraceError, compile_ops
 from estimator.allocator.kernel import ALLOC, EMPTY_CACHE, FREE, FREE_COMPLETED, FREE_REQUESTED
 from estimator.allocator.trace import with_delayed_frees
-from estimator.timeline import Block, Op, Timeline
+from estimator.timeline import EMPTY_CACHE_OP, Block, Op, Timeline
 
 
 def op(name: str, num_bytes: int, stream: str = "default") -> Op:
