@@ -26,14 +26,12 @@ BEFORE_FAILURE = 150
 _HASH_BITS = 20
 _HASH_FACTOR = np.uint32(2654435761)
 _COMMON = tuple(
-    b"memory|error|Error|iteration|NCCL|rank|torch|CUDA|cuda|process|model|loss|step|time|train|size|parallel|tensor|: |INFO"
-    b"|allocat|config|data|failed|gradient".split(b"|")
+    b"memory|error|Error|iteration|NCCL|rank|torch|CUDA|cuda|process|model|loss|step|time|train|size|parallel|tensor"
+    b"|: |INFO|allocat|config|data|failed|gradient".split(b"|")
 )
 """Words of ordinary log lines: windows inside them are a bad choice to look for."""
 _LETTERS = ("etaoinsr ", "hldcumfgp", "wybvk_.,:", "jxqz-/=()[]")
 _RARE = {letter: weight for weight, letters in enumerate(_LETTERS) for letter in letters}
-    c: weight for weight, letters in enumerate(("etaoinsr ", "hldcumfgp", "wybvk_.,:", "jxqz-/=()[]")) for c in letters
-}
 
 
 @dataclass(frozen=True, slots=True)
