@@ -69,6 +69,17 @@ class ParallelSettings:
     num_layers_in_last_pipeline_stage: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_layout: str | tuple[tuple[str, ...], ...] | None = None
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Contiguous microbatches of a virtual stage; None = the number of pipeline stages."""
+    overlap_p2p_comm: bool = False
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Model chunks a rank; 1 without interleaving."""
+        interleaved = self.pipeline_model_parallel_size > 1
+        return (self.virtual_pipeline_model_parallel_size or 1) if interleaved else 1
 
     @property
     def data_parallel_size(self) -> int:

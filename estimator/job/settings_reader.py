@@ -128,8 +128,22 @@ def _parallel(model: Mapping[str, Any], world_size: int) -> ParallelSettings:
         "num_layers_in_last_pipeline_stage",
         "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",
+        "virtual_pipeline_model_parallel_size",
     ]
-    return ParallelSettings(world_size=world_size, **{name: model[name] for name in same if name in model})
+    layout = model.get("pipeline_model_parallel_layout")
+    interleaved = (model.get("virtual_pipeline_model_parallel_size") or 1) > 1
+    group = model.get("microbatch_group_size_per_vp_stage") if interleaved else None
+    return ParallelSettings(
+        world_size=world_size,
+        overlap_p2p_comm=interleaved and bool(model.get("overlap_p2p_comm")),
+        microbatch_group_size_per_vp_stage=None if group == model.get("pipeline_model_parallel_size") else group,
+        pipeline_model_parallel_layout=layout if isinstance(layout, str) else _stages(layout),
+        **{name: model[name] for name in same if name in model},
+    )
+
+
+def _stages(layout: list[list[str]] | None) -> tuple[tuple[str, ...], ...] | None:
+    return None if layout is None else tuple(tuple(str(name) for name in stage) for stage in layout)
 
 
 def _sharding(values: Mapping[str, Any], parallel: ParallelSettings) -> ShardingSettings:

@@ -1,5 +1,6 @@
 """What of the model a rank holds."""
 
-from estimator.layout.pipeline import StageShare, stage_shares
+from estimator.layout.layout_string import parse_layout
+from estimator.layout.pipeline import ChunkShare, StageShare, stage_shares
 
-__all__ = ["StageShare", "stage_shares"]
+__all__ = ["ChunkShare", "StageShare", "parse_layout", "stage_shares"]

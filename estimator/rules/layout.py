@@ -1,10 +1,11 @@
-"""Rules of layout arithmetic: which sizes must divide which (A18, A21, L1 to L8); paths as in megatron_fsdp.
+"""Rules of layout arithmetic: which sizes must divide which (A18, A21, L1 to L10); paths as in megatron_fsdp.
 
 L rules are this project's own numbers for divisions that the packages assert without a common list.
 """
 
 from __future__ import annotations
 
+from estimator.layout.layout_string import parse_layout
 from estimator.rules.facts import Facts
 from estimator.rules.rule import Rule
 
@@ -29,6 +30,29 @@ def uneven_layers(f: Facts) -> bool:
     if bool(layers) != bool(stages) or layers < 0:
         return True
     return bool(stages) and (layers % stages != 0 or (layers // stages) % f.vp != 0)
+
+
+def group_does_not_fit(f: Facts) -> bool:
+    """Whether the interleaved schedule refuses this number of microbatches."""
+    if f.vp == 1 or f.pp == 1 or not f.micro:
+        return False
+    group = f.model.get("microbatch_group_size_per_vp_stage") or f.pp
+    return not f.pp <= group <= f.micro or 0 < f.micro % group < f.pp
+
+
+def written_layout_does_not_fit(f: Facts) -> bool:
+    """Whether pipeline_model_parallel_layout is no layout of this model on these stages."""
+    layout = f.model.get("pipeline_model_parallel_layout")
+    if layout is None or f.pp == 1:
+        return False
+    try:
+        stages = parse_layout(layout)
+    except ValueError:
+        return True
+    text = "".join(stages)
+    counts = (text.count("E"), text.count("L"), text.count("t"), text.count("m"))
+    wanted = (1, 1, f.model.get("num_layers"), f.model.get("mtp_num_layers") or 0)
+    return len(stages) != f.pp * f.vp or counts != wanted or text[0] != "E" or text[-1] != "L"
 
 
 def vocabulary_does_not_divide(f: Facts) -> bool:
@@ -179,6 +203,24 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "{f.vp} virtual pipeline stages need a pipeline, and its size is 1.",
         "Set model.virtual_pipeline_model_parallel_size = None.",
         "C/parallel_state.py (virtual pipeline needs pipeline_model_parallel_size > 1)",
+    ),
+    Rule(
+        "L9",
+        "error",
+        ("train.global_batch_size", "model.microbatch_group_size_per_vp_stage"),
+        group_does_not_fit,
+        "{f.micro} microbatches do not fit an interleaved pipeline of {f.pp} stages.",
+        "Choose a global batch whose microbatches are a multiple of the group (the pipeline size unless set).",
+        "C/pipeline_parallel/schedules.py:1126-1148",
+    ),
+    Rule(
+        "L10",
+        "error",
+        ("model.pipeline_model_parallel_layout",),
+        written_layout_does_not_fit,
+        "The pipeline layout does not describe {f.model[num_layers]} layers on {f.pp} stages of {f.vp} virtual stages.",
+        "Begin with E, end with L, and write one t for each layer in pipeline x virtual stages, separated by bars.",
+        "C/transformer/pipeline_parallel_layer_layout.py:30-130",
     ),
     Rule(
         "L8",

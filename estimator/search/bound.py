@@ -14,6 +14,7 @@ from estimator.model.head import cross_entropy_kind
 from estimator.model.layer import layer_program
 from estimator.model.parameters import layer_parameters, stage_parameters
 from estimator.model.shapes import Shapes, shapes_of
+from estimator.schedule.interleaving import schedule_table
 from estimator.sharding.base import state_bytes
 from estimator.sharding.megatron_fsdp import MIN_COMMUNICATION_UNIT
 
@@ -34,7 +35,7 @@ def stage_bound(settings: Settings, pipeline_rank: int) -> int:
     shapes = shapes_of(settings)
     saved = _saved(settings, share, len(shares))
     loss = _LOGITS_FACTOR[cross_entropy_kind(settings.model)] * shapes.logits if share.post_process else 0
-    mlp = 2 * shapes.ffn
+    mlp = 2 * shapes.ffn if share.chunks[-1].num_layers else 0
     moments = [saved + loss, saved + mlp]
     if settings.sharding.strategy == "optim_grads_params" and share.num_layers:
         moments += _sharded_backward(settings, share, shapes, saved)
@@ -96,19 +97,29 @@ def _elements(
 
 
 def _saved(settings: Settings, share: StageShare, num_stages: int) -> int:
-    in_flight = min(settings.num_microbatches, num_stages - share.pipeline_rank)
+    """What the passes that are in flight when the first backward begins have saved."""
+    parallel, microbatches = settings.parallel, settings.num_microbatches
+    if len(share.chunks) == 1:
+        in_flight = min(microbatches, num_stages - share.pipeline_rank)
+        return in_flight * _saved_by_pass(settings, share.num_layers)
+    group = parallel.microbatch_group_size_per_vp_stage or num_stages
+    warmup = 2 * (num_stages - share.pipeline_rank - 1) + (len(share.chunks) - 1) * group
+    written = schedule_table(min(microbatches, 2 * group), len(share.chunks), group)
+    return sum(_saved_by_pass(settings, share.chunks[chunk].num_layers) for _, chunk in written[: warmup + 1])
+
+
+def _saved_by_pass(settings: Settings, layers: int) -> int:
     shapes = shapes_of(settings)
     recompute = settings.recompute
-    layers = share.num_layers
     if recompute.recompute_granularity == "full":
         if recompute.recompute_method == "block":
             kept = max(0, layers - (recompute.recompute_num_layers or 0))
             inputs = layers - kept
         else:
             kept, inputs = 0, -(-layers // (recompute.recompute_num_layers or 1))
-        return in_flight * (inputs * shapes.hidden + kept * _layer_saved(settings, shapes, ()))
+        return inputs * shapes.hidden + kept * _layer_saved(settings, shapes, ())
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-    return in_flight * layers * _layer_saved(settings, shapes, modules)
+    return layers * _layer_saved(settings, shapes, modules)
 
 
 def _layer_saved(settings: Settings, shapes: Shapes, modules: tuple[str, ...]) -> int:

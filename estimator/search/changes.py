@@ -71,6 +71,7 @@ def _layout(point: Point, now: Point, effective: Mapping[str, Any]) -> list[Chan
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
             "virtual_pipeline_model_parallel_size",
+            "pipeline_model_parallel_layout",
         ):
             changes += _set(effective, f"model.{field}", None, "belongs to the old split of layers", "layout")
         for field in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):

@@ -44,7 +44,8 @@ def recomputed_share(recompute: Recompute, settings: Settings) -> tuple[float, f
     model = settings.model
     if recompute.granularity == "full":
         if recompute.method == "block":
-            layers = model.num_layers // settings.parallel.pipeline_model_parallel_size
+            parallel = settings.parallel
+            layers = model.num_layers // (parallel.pipeline_model_parallel_size * parallel.num_model_chunks)
             share = min(1.0, (recompute.layers or 0) / max(1, layers))
             return share, share
         return 1.0, 1.0
@@ -100,6 +101,8 @@ def step_cost(settings: Settings, candidates: list[Point], gpu: Gpu, gpus_per_no
     hooks = np.where(strategies == "optim_grads_params", FSDP_HOOK_SHARE + SMALL_UNIT_SHARE * x["small"], 0.0)
     busy = (one + tensor + context) * micro
     transfer = np.where(p > 1, 2 * hidden / np.where(t * c * p <= gpus_per_node, nvlink, network) * micro, 0.0)
+    parallel = settings.parallel
+    chunks = np.where(p == parallel.pipeline_model_parallel_size, parallel.num_model_chunks, 1)
     return Cost(
         {
             "compute": once * micro,
@@ -109,6 +112,6 @@ def step_cost(settings: Settings, candidates: list[Point], gpu: Gpu, gpus_per_no
             "context_parallel": context * micro,
             "data_parallel": exposed_every + exposed_last + hooks * busy,
             "pipeline_transfer": transfer,
-            "pipeline_bubble": (p - 1) * (one + tensor + context),
+            "pipeline_bubble": (p - 1) * (one + tensor + context) / chunks,
         }
     )

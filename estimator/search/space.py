@@ -124,7 +124,8 @@ def _divisors(n: int) -> list[int]:
 
 
 def _more_recompute(settings: Settings) -> list[Recompute]:
-    layers = settings.model.num_layers // settings.parallel.pipeline_model_parallel_size
+    p = settings.parallel
+    layers = settings.model.num_layers // (p.pipeline_model_parallel_size * p.num_model_chunks)
     blocks = sorted({max(1, layers * k // 8) for k in range(1, 8)} - {layers})
     options = [Recompute("selective", modules=("mlp",))]
     options += [Recompute("full", "block", n) for n in blocks]
@@ -155,7 +156,19 @@ def _possible(settings: Settings, strategy: str, batch: int, t: int, p: int, c: 
     if world % (t * p * c):
         return False
     data_parallel = world // (t * p * c)
-    return settings.batch.global_batch_size % (batch * data_parallel) == 0
+    if settings.batch.global_batch_size % (batch * data_parallel):
+        return False
+    parallel = settings.parallel
+    if p != parallel.pipeline_model_parallel_size or parallel.num_model_chunks == 1:
+        return True
+    group = parallel.microbatch_group_size_per_vp_stage or p
+    return group_fits(settings.batch.global_batch_size // (batch * data_parallel), group, p)
+
+
+def group_fits(num_microbatches: int, group: int, num_stages: int) -> bool:
+    """Whether the interleaved schedule takes this many microbatches (megatron-core 0.19.2,
+    pipeline_parallel/schedules.py:1126-1148)."""
+    return num_stages <= group <= num_microbatches and not 0 < num_microbatches % group < num_stages
 
 
 def variant(settings: Settings, point: Point) -> Settings:
@@ -168,9 +181,17 @@ def variant(settings: Settings, point: Point) -> Settings:
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
     ):
-        parallel = ParallelSettings(
-            parallel.world_size, point.tensor, point.pipeline, point.context, sequence_parallel=point.tensor > 1
-        )
+        if point.pipeline == parallel.pipeline_model_parallel_size:
+            parallel = replace(
+                parallel,
+                tensor_model_parallel_size=point.tensor,
+                context_parallel_size=point.context,
+                sequence_parallel=point.tensor > 1,
+            )
+        else:
+            parallel = ParallelSettings(
+                parallel.world_size, point.tensor, point.pipeline, point.context, sequence_parallel=point.tensor > 1
+            )
     return replace(
         settings,
         parallel=parallel,

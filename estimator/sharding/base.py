@@ -32,6 +32,17 @@ class Stage:
     parameters: tuple[Parameter, ...]
     pipeline_rank: int
     element_bytes: int
+    parameters_by_chunk: tuple[int, ...] = ()
+    """How many of ``parameters``, in order, each model chunk has; empty: all belong to one."""
+
+    @property
+    def chunks(self) -> tuple[tuple[Parameter, ...], ...]:
+        """Parameters of each model chunk: chunks are wrapped one by one."""
+        parts, start = [], 0
+        for count in self.parameters_by_chunk or (len(self.parameters),):
+            parts.append(self.parameters[start : start + count])
+            start += count
+        return tuple(parts)
 
     @property
     def num_elements(self) -> int:

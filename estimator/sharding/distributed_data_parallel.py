@@ -7,6 +7,7 @@ optimizer/optimizer.py:986-1110.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -74,8 +75,15 @@ class DistributedDataParallel(Strategy):
         super().__init__(settings, stage)
         self.sharded = settings.sharding.strategy == "distopt"
         self.ranks = settings.parallel.data_context_parallel_size if self.sharded else 1
-        bucket_size = settings.sharding.bucket_size if stage.pipeline_rank == 0 else None
-        self.buckets = flat_buckets(stage.parameters, bucket_size, self.ranks, self.sharded)
+        self.buffers = [
+            flat_buckets(parameters, self._bucket_size(chunk), self.ranks, self.sharded)
+            for chunk, parameters in enumerate(stage.chunks)
+        ]
+
+    def _bucket_size(self, chunk: int) -> int | None:
+        """Buckets are cut in the first chunk of the first stage alone (distributed/distributed_data_parallel.py:105,
+        megatron/training/models/dist_utils.py:312-333)."""
+        return self.settings.sharding.bucket_size if chunk == self.stage.pipeline_rank == 0 else None
 
     @property
     def gradient_dtype(self) -> str:
@@ -86,13 +94,16 @@ class DistributedDataParallel(Strategy):
         return self.sharded and self.settings.optimizer.use_precision_aware_optimizer
 
     def wrap(self) -> None:
-        total = self.buckets[-1].end if self.buckets else 0
-        if self.sharded:
-            self.s.alloc("param_data", total * self.stage.element_bytes, PARAMETERS, SIDE)
-        self.s.alloc("grad_data", total * DTYPE_BYTES[self.gradient_dtype], MAIN_GRADIENTS, SIDE)
-        if self.sharded:
-            for p in reversed(self.stage.parameters):
-                self.s.free(f"module/{p.layer}/{p.name}")
+        for i, (buckets, parameters) in enumerate(zip(self.buffers, self.stage.chunks, strict=True)):
+            if not buckets:
+                continue
+            total = buckets[-1].end
+            if self.sharded:
+                self.s.alloc(f"param_data/{i}", total * self.stage.element_bytes, PARAMETERS, SIDE)
+            self.s.alloc(f"grad_data/{i}", total * DTYPE_BYTES[self.gradient_dtype], MAIN_GRADIENTS, SIDE)
+            if self.sharded:
+                for p in reversed(parameters):
+                    self.s.free(f"module/{p.layer}/{p.name}")
 
     def build_optimizer(self) -> None:
         if self._precision_aware:
@@ -108,7 +119,7 @@ class DistributedDataParallel(Strategy):
         if not self.sharded:
             return [p.num_elements for p in self.stage.parameters]
         shards = []
-        for bucket in self.buckets:
+        for bucket in itertools.chain.from_iterable(self.buffers):
             limit = bucket.start + (bucket.end - bucket.start) // self.ranks
             shards += [min(end, limit) - start for _, start, end in bucket.spans if start < limit]
         return shards

@@ -8,26 +8,25 @@ steady_forward_backward, steady_optimizer_step.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
-from estimator.components import ACTIVATION_GRADIENTS, BATCH, RESIDUAL
 from estimator.job.settings import Settings
-from estimator.layout import StageShare, stage_shares
+from estimator.layout import ChunkShare, StageShare, stage_shares
 from estimator.model.embedding import embedding_program
 from estimator.model.head import head_program
 from estimator.model.layer import discarded_forward, layer_program
-from estimator.model.parameters import Parameter, stage_parameters
+from estimator.model.parameters import Parameter
 from estimator.model.program import GradReady, NeedsMainGrad, Program, Step
 from estimator.model.shapes import Shapes, shapes_of
-from estimator.schedule import stage_order
+from estimator.schedule import Action, pipeline_order
+from estimator.schedule.actions import BACKWARD, DROP, FORWARD, INPUT, OUTPUT, RECEIVE
 from estimator.sharding.base import Stage, Unit
 from estimator.sharding.table import strategy_for
 from estimator.step.first_use import FirstUse, block_of
-from estimator.step.recompute import Chunk, recompute_chunks
-from estimator.timeline import Block, Scribe, Timeline, rounded
-
-_BATCH_BYTES_PER_TOKEN = 8 + 8 + 4 + 8
-"""Tokens, labels and positions as int64, the loss mask as FP32."""
+from estimator.step.model_chunk import ModelChunk, in_this_rank, parameters_by_chunk, transfer_blocks
+from estimator.step.recompute import recompute_chunks
+from estimator.timeline import Block, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +66,33 @@ class _Composer:
         self.settings, self.share, self.gpu_family = settings, share, gpu_family
         self.x: Shapes = shapes_of(settings)
         model = settings.model
-        parameters = stage_parameters(
-            model,
-            settings.parallel.tensor_model_parallel_size,
-            share.num_layers,
-            share.pre_process,
-            share.post_process,
-        )
-        self.by_name: dict[tuple[int | None, str], Parameter] = {(p.layer, p.name): p for p in parameters}
-        self.parameters = parameters
-        stage = Stage(parameters, share.pipeline_rank, self.x.element_bytes)
+        by_chunk = parameters_by_chunk(model, settings.parallel.tensor_model_parallel_size, share)
+        self.parameters = tuple(itertools.chain.from_iterable(by_chunk))
+        self.by_name: dict[tuple[int | None, str], Parameter] = {(p.layer, p.name): p for p in self.parameters}
+        stage = Stage(self.parameters, share.pipeline_rank, self.x.element_bytes, tuple(map(len, by_chunk)))
         self.strategy = strategy_for(settings, stage)
         self.timeline = Timeline()
-        fused = self.strategy.fused_wgrad
-        tied = model.share_embeddings_and_output_weights and share.pre_process and share.post_process
-        self.chunks: tuple[Chunk, ...] = recompute_chunks(settings.recompute, share.num_layers)
+        self.chunks = [self._chunk(chunk) for chunk in share.chunks]
         selective = settings.recompute.recompute_granularity == "selective"
         modules = settings.recompute.recompute_modules if selective else ()
         self.modules = tuple(modules)
         self.programs: dict[tuple[bool, bool, bool], Program] = {}
-        self.discarded = discarded_forward(model, self.x) if any(c.recomputed for c in self.chunks) else None
-        self.embedding = embedding_program(model, self.x, tied, fused) if share.pre_process else None
-        self.head = head_program(model, self.x, tied, fused) if share.post_process else None
-        self.hidden = rounded(self.x.hidden)
+        recomputed = any(g.recomputed for chunk in self.chunks for g in chunk.groups)
+        self.discarded = discarded_forward(model, self.x) if recomputed else None
         rotary = model.position_embedding_type in ("rope", "yarn")
         self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family)
-        self.kept: dict[str, tuple[object, ...]] = {}
-        self.sent_output: tuple[object, ...] = ()
-        self._move = self._moves()
+        self.left: dict[int, tuple[object, ...]] = {}
+        self._move = transfer_blocks(self.x)
+
+    def _chunk(self, share: ChunkShare) -> ModelChunk:
+        model, fused = self.settings.model, self.strategy.fused_wgrad
+        tied = model.share_embeddings_and_output_weights and share.pre_process and share.post_process
+        return ModelChunk(
+            share,
+            in_this_rank(recompute_chunks(self.settings.recompute, share.num_layers), share),
+            embedding_program(model, self.x, tied, fused) if share.pre_process else None,
+            head_program(model, self.x, tied, fused) if share.post_process else None,
+        )
 
     def _layer(self, own_sum: bool = False, keep_output_grad: bool = False, keep_input: bool = False) -> Program:
         kind = (own_sum, keep_output_grad, keep_input)
@@ -111,31 +109,6 @@ class _Composer:
                 keep_input=keep_input,
             )
         return program
-
-    def _moves(self) -> dict[str, Block]:
-        """Blocks of one op, shared by all microbatches."""
-        blocks = {}
-        for name, buffer, component, size in (
-            ("batch", "batch", BATCH, self.x.full_tokens * _BATCH_BYTES_PER_TOKEN),
-            ("receive_forward", "output", RESIDUAL, self.hidden),
-            ("receive_backward", "^grad", ACTIVATION_GRADIENTS, self.hidden),
-            ("release_output_grad", "^kept_output_grad", ACTIVATION_GRADIENTS, self.hidden),
-            ("release_input", "^kept_input", RESIDUAL, self.hidden),
-            ("release_input_grad", "^kept_input_grad", ACTIVATION_GRADIENTS, self.hidden),
-        ):
-            s = Scribe()
-            s.alloc(buffer, size, component)
-            blocks[name] = s.cut(name)
-            s.free(buffer)
-            blocks[f"{name}.end"] = s.cut(f"{name}.end")
-        s = Scribe()
-        s.assume("output", self.hidden, RESIDUAL)
-        s.free("output")
-        blocks["drop_output"] = s.cut("drop_output")
-        s.assume("^grad", self.hidden, ACTIVATION_GRADIENTS)
-        s.rename("^grad", "^kept_input_grad")
-        blocks["keep_input_grad"] = s.cut("keep_input_grad")
-        return blocks
 
     # -- building -------------------------------------------------------------------------------------------------
     def build(self) -> None:
@@ -159,24 +132,37 @@ class _Composer:
         self.timeline.phase(f"{name}_forward_backward")
         self.strategy.zero_grad()
         self._sync("zero_grad")
-        order = stage_order(
-            settings.parallel.pipeline_model_parallel_size, self.share.pipeline_rank, settings.num_microbatches
-        )
-        for step, following in zip(order, (*order[1:], None), strict=True):
-            scope = (name, step.microbatch)
-            if step.kind == "F":
-                self.forward(scope, first_receive=step is order[0])
-                if following is None or following.kind == "F":
-                    self._drop_sent_output()
+        order = pipeline_order(settings.parallel, self.share.pipeline_rank, settings.num_microbatches)
+        left: dict[int, tuple[object, ...]] = {}
+        for action in order:
+            scope = (name, (action.chunk, action.microbatch))
+            chunk = self.chunks[action.chunk]
+            if action.kind == FORWARD:
+                self.forward(chunk, scope)
+                left[action.chunk] = scope
+            elif action.kind == BACKWARD:
+                self.backward(chunk, scope, action.is_last)
             else:
-                self.backward(scope, step.is_last)
-                self.first_use = None
-        self._release_kept("output_grad")
+                self._transfer(action, chunk, scope)
+        self.first_use = None
+        self.left = left
         self.strategy.finish_gradients()
         self._sync("finish_gradients")
         self.timeline.phase(f"{name}_optimizer_step")
         self.strategy.optimizer_step(first)
         self._sync("optimizer_step")
+
+    def _transfer(self, action: Action, chunk: ModelChunk, scope: tuple[object, ...]) -> None:
+        """Tensors that stages exchange. ``left``: scopes of those that the iteration before has left behind."""
+        run, move, buffer = self.timeline.run, self._move, action.buffer
+        if action.kind == RECEIVE:
+            run(move[f"receive_{buffer}"], (*scope, chunk.input_layer) if buffer == INPUT else scope)
+        elif action.kind == DROP and buffer == OUTPUT:
+            run(move["drop_output"], scope if chunk.is_empty else (*scope, chunk.last_layer))
+        elif action.kind == DROP:
+            run(move[f"drop_{buffer}.end"], scope)
+        elif action.chunk in self.left:
+            run(move[f"drop_{buffer}.end"], self.left[action.chunk])
 
     def leave_first_iteration(self) -> None:
         """What a first iteration leaves behind, without running it: lasting buffers, optimizer states."""
@@ -188,99 +174,82 @@ class _Composer:
         self.strategy.optimizer_step(first=True)
         self._sync("first_iteration")
 
-    def forward(self, scope: tuple[object, ...], first_receive: bool) -> None:
+    def forward(self, chunk: ModelChunk, scope: tuple[object, ...]) -> None:
         run, strategy = self.timeline.run, self.strategy
-        if self.share.pre_process or self.share.post_process:
+        if chunk.loads_batch:
             run(self._move["batch"], scope)
-        if self.embedding:
+        if chunk.embedding:
             strategy.before_forward("embedding")
             self._sync("gather")
-            run(self.embedding.forward, (*scope, -1))
-        else:
-            run(self._move["receive_forward"], (*scope, -1))
-            self._release_kept("input")
-            if first_receive:
-                self._release_kept("input_grad")
-        if self.first_use and self.first_use.rotary:
-            run(block_of(self.first_use.rotary))
-            self.first_use.rotary = None
-        for chunk in self.chunks:
-            for layer in chunk.layers:
+            run(chunk.embedding.forward, (*scope, chunk.input_layer))
+        if self.first_use:
+            rotary = self.first_use.rotary_of(chunk.share.index)
+            if rotary:
+                run(rotary, ("rotary", chunk.share.index))
+        for group in chunk.groups:
+            for layer in group.layers:
                 strategy.before_forward(layer)
                 self._sync("gather")
-                if chunk.recomputed and self.discarded:
+                if group.recomputed and self.discarded:
                     self._run(self.discarded, (*scope, layer))
-                    if layer != chunk.layers[0]:
+                    if layer != group.layers[0]:
                         run(self._move["drop_output"], (*scope, layer - 1))
                 else:
                     self._run(self._layer().forward, (*scope, layer))
                 strategy.after_forward(layer)
                 self._sync("release")
-        last = self.share.num_layers
-        if self.head:
+        if chunk.head:
             strategy.before_forward("head")
             self._sync("gather")
-            self._run(self.head.forward, (*scope, last))
-        else:
-            self.sent_output = (*scope, last - 1)
+            self._run(chunk.head.forward, (*scope, chunk.last_layer + 1))
+        elif chunk.is_empty:
+            run(self._move["clone"], scope)
 
-    def _drop_sent_output(self) -> None:
-        """The output was sent on: the schedule lets go of it, after a gradient to receive has its buffer."""
-        if self.sent_output:
-            self.timeline.run(self._move["drop_output"], self.sent_output)
-            self.sent_output = ()
-
-    def backward(self, scope: tuple[object, ...], is_last: bool) -> None:
+    def backward(self, chunk: ModelChunk, scope: tuple[object, ...], is_last: bool) -> None:
+        """From the received gradient, or the loss, to the gradient of the chunk's input; the schedule drops those."""
         run, strategy = self.timeline.run, self.strategy
-        if not self.head:
-            run(self._move["receive_backward"], scope)
-            self._drop_sent_output()
-            self._release_kept("output_grad")
         strategy.begin_backward()
-        if self.head:
-            self._steps(self.head, "head", (*scope, self.share.num_layers))
-        top = self.share.num_layers - 1
-        for chunk in reversed(self.chunks):
-            if chunk.recomputed:
-                for layer in chunk.layers:
+        if chunk.head:
+            self._steps(chunk.head, "head", (*scope, chunk.last_layer + 1))
+        elif not chunk.groups:
+            run(self._move["keep_output_grad"], scope)
+        top, bottom = chunk.last_layer, chunk.input_layer + 1
+        for group in reversed(chunk.groups):
+            if group.recomputed:
+                for layer in group.layers:
                     strategy.before_recompute(layer)
                     self._sync("gather")
                     run(self._layer().forward, (*scope, layer))
                     strategy.after_recompute(layer)
-            for layer in reversed(chunk.layers):
+            for layer in reversed(group.layers):
                 strategy.before_backward(layer)
                 self._sync("gather")
                 own_sum = (
-                    strategy.out_of_place_residual or layer == top or (chunk.recomputed and layer == chunk.layers[-1])
+                    strategy.out_of_place_residual or layer == top or (group.recomputed and layer == group.layers[-1])
                 )
-                keep_grad, keep_input = layer == top and not self.head, layer == 0 and not self.embedding
+                keep_grad, keep_input = layer == top and not chunk.head, layer == bottom and not chunk.embedding
                 self._steps(self._layer(own_sum, keep_grad, keep_input), layer, (*scope, layer))
-                if keep_grad:
-                    self._keep("output_grad", scope)
                 strategy.after_backward(layer)
                 self._sync("release")
-            if chunk.recomputed:
-                run(self._move["drop_output"], (*scope, chunk.layers[-1]))
-        if self.embedding:
-            self._steps(self.embedding, "embedding", (*scope, -1))
+            if group.recomputed:
+                run(self._move["drop_output"], (*scope, group.layers[-1]))
+        if chunk.embedding:
+            self._steps(chunk.embedding, "embedding", (*scope, chunk.input_layer))
         else:
-            self._release_kept("input_grad")
+            if not chunk.groups:
+                self._keep_input_without_layers(chunk, scope)
             run(self._move["keep_input_grad"], scope)
-            self._keep("input_grad", scope)
-            self._keep("input", scope)
         strategy.end_backward(is_last)
         self._sync("reduce")
-        if self.share.pre_process or self.share.post_process:
+        if chunk.loads_batch:
             run(self._move["batch.end"], scope)
 
-    def _keep(self, name: str, scope: tuple[object, ...]) -> None:
-        """What the schedule still refers to after it was sent or used: until the next one of its kind is there."""
-        self._release_kept(name)
-        self.kept[name] = scope
-
-    def _release_kept(self, name: str) -> None:
-        if name in self.kept:
-            self.timeline.run(self._move[f"release_{name}.end"], self.kept.pop(name))
+    def _keep_input_without_layers(self, chunk: ModelChunk, scope: tuple[object, ...]) -> None:
+        """The schedule's reference, where no layer's program leaves it: the head's frees its input."""
+        if chunk.head:
+            self.timeline.run(self._move["drop_input"], scope)
+        else:
+            self.timeline.run(self._move["move_input"], (*scope, chunk.input_layer))
 
     def _run(self, block: Block, scope: tuple[object, ...]) -> None:
         """Runs a block; in the first iteration with the lasting buffers where they are first used."""

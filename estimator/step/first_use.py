@@ -49,13 +49,23 @@ class FirstUse:
         self._seen: set[tuple[int, int]] = set()
         torch_bytes = TORCH_CUBLAS_BYTES.get(gpu_family, TORCH_CUBLAS_DEFAULT_BYTES)
         te_bytes = TE_CUBLAS_BYTES.get(gpu_family, TE_CUBLAS_DEFAULT_BYTES)
-        self.rotary = Lasting("rotary_table", x.sequence * x.rotary_dim * 4, WORKSPACES) if rotary else None
-        self._after: dict[str, Lasting] = {"qkv_norm_output": Lasting("te_cublas", te_bytes, WORKSPACES)}
+        self._rotary = Lasting("rotary_table", x.sequence * x.rotary_dim * 4, WORKSPACES)
+        self._without_table = {c.index for c in share.chunks} if rotary else set()
+        self._after: dict[str, Lasting] = {}
+        if share.num_layers:
+            self._after["qkv_norm_output"] = Lasting("te_cublas", te_bytes, WORKSPACES)
         if share.post_process:
             self._after["logits"] = Lasting("torch_cublas_forward", torch_bytes, WORKSPACES)
             self._after["head_input_grad"] = Lasting("torch_cublas_backward", torch_bytes, WORKSPACES)
             if x.sequence_parallel:
                 self._after["final_norm_output"] = Lasting("global_gather", x.gathered_hidden, WORKSPACES)
+
+    def rotary_of(self, chunk: int) -> Block | None:
+        """The table that a model chunk makes in its first forward: each caches its own."""
+        if chunk not in self._without_table:
+            return None
+        self._without_table.discard(chunk)
+        return block_of(self._rotary)
 
     def expect_placeholder(self, parameter: Parameter) -> Block | None:
         """The placeholder that will be returned for this weight's gradient, one for every distinct shape.
@@ -89,8 +99,9 @@ class FirstUse:
     def remaining(self, parameters: tuple[Parameter, ...], placeholders: bool) -> Block:
         """Everything at once: what a first iteration would have left behind."""
         s = Scribe()
-        if self.rotary:
-            s.alloc(*self.rotary)
+        for chunk in sorted(self._without_table):
+            s.alloc(f"rotary_table/{chunk}", *self._rotary[1:])
+        self._without_table.clear()
         immediate = [self.expect_placeholder(p) for p in parameters] if placeholders else []
         for lasting in self._after.values():
             s.alloc(*lasting)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from estimator.allocator.trace import compile_ops
 from estimator.components import ACTIVATIONS
 from estimator.job.settings import (
     BatchSettings,
@@ -26,18 +28,30 @@ STRATEGIES = ("ddp", "distopt", "no_shard", "optim", "optim_grads", "optim_grads
 
 
 @st.composite
+def layouts(draw: st.DrawFn, num_layers: int, num_stages: int) -> str:
+    """Any deal of the layers to stages, also stages with none."""
+    cuts = sorted(draw(st.lists(st.integers(0, num_layers), min_size=num_stages - 1, max_size=num_stages - 1)))
+    counts = [b - a for a, b in itertools.pairwise([0, *cuts, num_layers])]
+    return "E" + "|".join("t" * n for n in counts) + "L"
+
+
+@st.composite
 def jobs(draw: st.DrawFn) -> Settings:
     strategy = draw(st.sampled_from(STRATEGIES))
     fsdp = strategy not in ("ddp", "distopt")
     tensor, context = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2)))
     pipeline = 1 if fsdp else draw(st.sampled_from((1, 2, 4)))
     data = draw(st.sampled_from((1, 2, 8)))
+    num_layers = 8
+    chunks = draw(st.sampled_from((1, 2))) if pipeline > 1 else 1
+    layout = draw(st.none() | layouts(num_layers, pipeline * chunks)) if pipeline > 1 else None
+    micro_batches = draw(st.sampled_from((1, 2, 3))) * pipeline if chunks > 1 else draw(st.sampled_from((1, 2, 5)))
     micro = draw(st.sampled_from((1, 2)))
     glu = draw(st.booleans())
     rope = draw(st.booleans())
     return Settings(
         model=ModelSettings(
-            num_layers=4 * draw(st.integers(1, 2)),
+            num_layers=num_layers,
             hidden_size=1024,
             ffn_hidden_size=2816,
             num_attention_heads=16,
@@ -66,6 +80,9 @@ def jobs(draw: st.DrawFn) -> Settings:
             pipeline,
             context,
             sequence_parallel=tensor > 1 and draw(st.booleans()),
+            virtual_pipeline_model_parallel_size=chunks,
+            pipeline_model_parallel_layout=layout,
+            overlap_p2p_comm=chunks > 1 and draw(st.booleans()),
         ),
         sharding=ShardingSettings(
             strategy,
@@ -88,7 +105,7 @@ def jobs(draw: st.DrawFn) -> Settings:
                 )
             )
         ),
-        batch=BatchSettings(micro, micro * data * draw(st.sampled_from((1, 2, 5)))),
+        batch=BatchSettings(micro, micro * data * micro_batches),
     )
 
 
@@ -149,3 +166,11 @@ def test_more_recompute_never_saves_more_activations(strategy: str) -> None:
         components = timeline.components_at_peak(phase)
         saved.append((phase.peak_bytes, sum(components.get(name, 0) for name in ACTIVATIONS)))
     assert [peak for peak, _ in saved] == sorted((peak for peak, _ in saved), reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs())
+def test_every_buffer_is_freed_where_it_lives(job: Settings) -> None:
+    """The allocator's replay follows each buffer by scope and name: it refuses frees of what is not there."""
+    for share in stage_shares(job.model, job.parallel):
+        compile_ops(step_timeline(job, share.pipeline_rank).timeline)

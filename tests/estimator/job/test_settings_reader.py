@@ -140,7 +140,6 @@ def test_recompute(overrides: list[str], expected: tuple[Any, ...]) -> None:
 NOT_YET = [
     (["model.num_moe_experts=8"], "model.num_moe_experts"),
     (["model.mtp_num_layers=1"], "model.mtp_num_layers"),
-    (["model.virtual_pipeline_model_parallel_size=2"], "model.virtual_pipeline_model_parallel_size"),
     (["mixed_precision=bf16_with_fp8_delayed_scaling_mixed"], "model.fp8"),
     (["mixed_precision=bf16_with_nvfp4_mixed"], "model.fp4"),
     (["mixed_precision=fp16_mixed"], "model.fp16"),

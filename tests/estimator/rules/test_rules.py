@@ -131,6 +131,25 @@ ROWS = (
     ({"model.virtual_pipeline_model_parallel_size": 2}, {"L7"}, "parallel_state.py"),
     (
         {
+            "model.pipeline_model_parallel_size": 4,
+            "model.pipeline_dtype": "bfloat16",
+            "model.virtual_pipeline_model_parallel_size": 2,
+            "model.microbatch_group_size_per_vp_stage": 3,
+        },
+        {"L9"},
+        "schedules.py:1126",
+    ),
+    (
+        {
+            "model.pipeline_model_parallel_size": 2,
+            "model.pipeline_dtype": "bfloat16",
+            "model.pipeline_model_parallel_layout": "Et*9|t*9L",
+        },
+        {"L10"},
+        "pipeline_parallel_layer_layout.py",
+    ),
+    (
+        {
             "model.tensor_model_parallel_size": 8,
             "model.sequence_parallel": True,
             "model.seq_length": 8188,
