@@ -86,7 +86,7 @@ def outside_facts(text: str, in_root_cause: bool, place: Callable[[int, int], Sp
         yield Fact("cuda_device_max_connections", int(match[1]), place(match.start(), match.end())), False
     if "_config" in text:
         for count, match in enumerate(_RECIPE.finditer(text)):
-            if count < 8 and (recipe := _known_recipe(match.group())):
+            if count < 8 and (recipe := known_recipe(match.group())):
                 yield Fact("recipe", recipe, place(match.start(), match.end())), False
                 break
     if not any(word in text for word in _GPU_WORDS):
@@ -94,12 +94,12 @@ def outside_facts(text: str, in_root_cause: bool, place: Callable[[int, int], Sp
     for count, match in enumerate(_GPU.finditer(text)):
         if count == 4:
             break
-        if gpu := _known_gpu(match.group()):
+        if gpu := known_gpu(match.group()):
             yield Fact("gpu", gpu, place(match.start(), match.end())), False
             break
 
 
-def _known_recipe(name: str) -> str | None:
+def known_recipe(name: str) -> str | None:
     return name if name in _recipe_names() else None
 
 
@@ -108,7 +108,7 @@ def _recipe_names() -> frozenset[str]:
     return frozenset(name for recipe in list_recipes() for name in (recipe.name, *recipe.aliases))
 
 
-def _known_gpu(name: str) -> str | None:
+def known_gpu(name: str) -> str | None:
     """The GPU whose name or alias is the longest beginning of these words."""
     words = name.replace("-", " ").split()
     for count in range(len(words), 0, -1):

@@ -14,7 +14,7 @@ _PREFIX = re.compile(
     r"|\[1,(\d{1,7})\]<std(?:err|out)>:?"  # mpirun --tag-output
     r"|(\d{1,7}):(?=\s|$)"  # srun --label
     r"|[Rr]ank[ =:]?(\d{1,7})\s?[:|\]]"
-    r")\s?"
+    r") ?"
 )
 _HOST = re.compile(r"\s{0,4}(?!File |Traceback)[A-Za-z][\w.\-]{0,60}(?:/\d{1,4}|:)\s(?=\s{0,4}\S)")
 _EXCEPTION_NAME = re.compile(r"\s{0,8}[\w.]{0,80}(?:Error|Exception|Warning|error|Killed|memory)\s?:")
@@ -75,6 +75,20 @@ def prefix_of(text: str) -> tuple[int | None, int]:
             break
         position = host.end()
     return rank, position
+
+
+def rank_prefix(text: str) -> int:
+    """Length of the prefix up to the last part of it that names a rank: "  key: value" is no host's name here."""
+    position = 0
+    for _ in range(2):
+        match = _PREFIX.match(text, position)
+        if match is None:
+            host = _HOST.match(text, position)
+            match = _PREFIX.match(text, host.end()) if host else None
+        if match is None:
+            break
+        position = match.end()
+    return position
 
 
 def segments(text: str) -> list[tuple[int, int, int | None]]:

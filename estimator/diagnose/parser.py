@@ -17,7 +17,7 @@ from estimator.diagnose.clauses import facts_in
 from estimator.diagnose.evidence import Evidence, Fact, Failure, Fragment, Reading, Span
 from estimator.diagnose.facts_outside import FACT_NEEDLES, outside_facts
 from estimator.diagnose.kinds import EXCEPTION, EXCEPTION_NEEDLES, KINDS, NEEDLES, Kind
-from estimator.diagnose.lines import Line, prefix_of, read_line, segments, time_of
+from estimator.diagnose.lines import Line, prefix_of, rank_prefix, read_line, segments, time_of
 from estimator.diagnose.messages import COMPLETE, MAX_CONTINUATION, Message
 from estimator.diagnose.order import first_failure
 from estimator.diagnose.phases import FRAME, PHASE_LINES, phase_of, sites_of
@@ -139,7 +139,7 @@ class _Reader:
         for column, piece in pieces(data, start, stop):
             line = read_line(number, column, piece)
             rank, prefix = prefix_of(line.text)
-            self._collect(line, line.text[prefix:], data, start)
+            self._collect(line, line.text[rank_prefix(line.text) :], data, start)
             if self.root_cause_lines > 0:
                 self.root_cause_lines -= 1
                 candidate = True
@@ -175,7 +175,7 @@ class _Reader:
             return
         if started.kind == "bridge_yaml" and not text.startswith("_target_") and start >= 2:
             before = data[data.rfind(b"\n", max(0, start - 400), start - 1) + 1 : start - 1].decode("utf-8", "replace")
-            head = before[prefix_of(before)[1] :].rstrip()
+            head = before[rank_prefix(before) :].rstrip()
             if head.endswith(":"):
                 started.feed(head)
         self.collector = started
@@ -193,7 +193,7 @@ class _Reader:
         head = data[begin:start].decode("utf-8", "replace") if begin < start else ""
         collector = fragments.Collector("json", line.number, lambda _: True, lambda _: False)
         for part in head.splitlines():
-            collector.feed(part[prefix_of(part)[1] :] if collector.parts else part)
+            collector.feed(part[rank_prefix(part) :] if collector.parts else part)
         text = line.text if head else line.text[line.text.find("{") :]
         self.collector = collector
         if not collector.feed(text):
