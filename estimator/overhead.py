@@ -44,6 +44,7 @@ def communicators(settings: Settings) -> tuple[str, ...]:
         "pipeline": p.pipeline_model_parallel_size,
         "context": p.context_parallel_size,
         "data x context": p.data_context_parallel_size,
+        "optimizer instances": settings.sharding.num_distributed_optimizer_instances,
     }
     return tuple(name for name, size in sizes.items() if size > 1)
 

@@ -45,8 +45,13 @@ def _wrong_strategy(value: Any, values: Values) -> bool:
     return _fsdp(values) and value not in MODELLED_STRATEGIES
 
 
-def _outer_sharding(value: Any, values: Values) -> bool:
-    return _fsdp(values) and value not in (None, "no_shard")
+def _instances_reduce_copies(value: Any, values: Values) -> bool:
+    """Each bucket's shard is copied to this type for the all-reduce between instances
+    (param_and_grad_buffer.py:4156-4171)."""
+    ddp = values["ddp"]
+    instances = ddp.get("num_distributed_optimizer_instances") or 1
+    grads = ddp.get("megatron_fsdp_main_grads_dtype") or values["model"].get("params_dtype")
+    return _fsdp(values) and instances > 1 and value not in (None, grads)
 
 
 def _not_full(value: Any, values: Values) -> bool:
@@ -111,8 +116,7 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("model.fp16_lm_cross_entropy", _is_set, "cross entropy in FP16"),
     ("model.variable_seq_lengths", _is_set, "sequences of varying length"),
     ("ddp.data_parallel_sharding_strategy", _wrong_strategy, "this sharding strategy"),
-    ("ddp.num_distributed_optimizer_instances", _over_one, "hybrid sharding over several optimizer instances"),
-    ("ddp.outer_dp_sharding_strategy", _outer_sharding, "sharding over the outer data-parallel ranks"),
+    ("ddp.megatron_fsdp_grad_comm_dtype", _instances_reduce_copies, "gradients reduced between instances in this type"),
     ("ddp.num_buckets", _given, "a number of buckets"),
     ("ddp.nccl_ub", _is_set, "NCCL user buffers"),
     ("ddp.reduce_scatter_with_fp32_accumulation", _is_set, "reduce-scatter with FP32 accumulation"),

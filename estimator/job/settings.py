@@ -114,6 +114,13 @@ class ShardingSettings:
     """megatron_fsdp_main_grads_dtype; None = the parameters' dtype."""
     grad_comm_dtype: str | None = None
     use_decoupled_grad: bool = False
+    outer_dp_sharding_strategy: str = "no_shard"
+    """Megatron FSDP with several instances: "optim" shards main weights and optimizer states over all of them."""
+
+    @property
+    def shards_states_over_instances(self) -> bool:
+        instances = self.num_distributed_optimizer_instances
+        return instances > 1 and self.strategy == "optim_grads_params" and self.outer_dp_sharding_strategy == "optim"
 
     @property
     def is_megatron_fsdp(self) -> bool:

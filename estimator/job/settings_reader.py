@@ -168,6 +168,7 @@ def _sharding(values: Mapping[str, Any], parallel: ParallelSettings) -> Sharding
         check_for_nan_in_grad=bool(ddp.get("check_for_nan_in_grad")),
         num_distributed_optimizer_instances=ddp.get("num_distributed_optimizer_instances", 1),
         suggested_communication_unit_size=ddp.get("suggested_communication_unit_size"),
+        outer_dp_sharding_strategy=ddp.get("outer_dp_sharding_strategy") or "no_shard",
         fsdp_double_buffer=bool(ddp.get("fsdp_double_buffer")),
         main_params_dtype=ddp.get("megatron_fsdp_main_params_dtype"),
         main_grads_dtype=ddp.get("megatron_fsdp_main_grads_dtype"),

@@ -69,7 +69,9 @@ def _states(settings: Settings, share: StageShare) -> int:
         share.pre_process,
         share.post_process,
     )
-    s, n = settings.sharding, settings.parallel.data_context_parallel_size
+    s, ranks = settings.sharding, settings.parallel.data_context_parallel_size
+    n = ranks // s.num_distributed_optimizer_instances
+    o_n = ranks if s.shards_states_over_instances else n
     w = DTYPE_BYTES[settings.runtime.params_dtype]
     o = sum(state_bytes(settings.optimizer).values())
     precise = settings.optimizer.use_precision_aware_optimizer
@@ -80,7 +82,12 @@ def _states(settings: Settings, share: StageShare) -> int:
         return total * (w + r) + total * (m + o) // shards
     g = DTYPE_BYTES[s.main_grads_dtype] if s.main_grads_dtype else w
     m = DTYPE_BYTES[s.main_params_dtype] if s.main_params_dtype else 0
-    over = {"no_shard": (1, 1, 1), "optim": (1, 1, n), "optim_grads": (1, n, n), "optim_grads_params": (n, n, n)}
+    over = {
+        "no_shard": (1, 1, 1),
+        "optim": (1, 1, n),
+        "optim_grads": (1, n, n),
+        "optim_grads_params": (n, n, o_n),
+    }
     weights, grads, states = over[s.strategy]
     gathered = w * outside if s.strategy == "optim_grads_params" else 0
     return total * w // weights + total * g // grads + total * (m + o) // states + gathered

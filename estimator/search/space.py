@@ -158,6 +158,8 @@ def _possible(settings: Settings, strategy: str, batch: int, t: int, p: int, c: 
     data_parallel = world // (t * p * c)
     if settings.batch.global_batch_size % (batch * data_parallel):
         return False
+    if data_parallel * c % settings.sharding.num_distributed_optimizer_instances:
+        return False
     parallel = settings.parallel
     if p != parallel.pipeline_model_parallel_size or parallel.num_model_chunks == 1:
         return True

@@ -74,7 +74,8 @@ class DistributedDataParallel(Strategy):
     def __init__(self, settings: Settings, stage: Stage) -> None:
         super().__init__(settings, stage)
         self.sharded = settings.sharding.strategy == "distopt"
-        self.ranks = settings.parallel.data_context_parallel_size if self.sharded else 1
+        instances = settings.sharding.num_distributed_optimizer_instances
+        self.ranks = settings.parallel.data_context_parallel_size // instances if self.sharded else 1
         self.buffers = [
             flat_buckets(parameters, self._bucket_size(chunk), self.ranks, self.sharded)
             for chunk, parameters in enumerate(stage.chunks)

@@ -38,14 +38,16 @@ class MegatronFsdp(Strategy):
         super().__init__(settings, stage)
         sharding = settings.sharding
         self.name = sharding.strategy
-        self.shards = settings.parallel.data_context_parallel_size
+        ranks = settings.parallel.data_context_parallel_size
+        self.shards = ranks // sharding.num_distributed_optimizer_instances
+        self.state_shards = ranks if sharding.shards_states_over_instances else self.shards
         self.weights_sharded = self.name == "optim_grads_params"
         self.grads_sharded = self.name in ("optim_grads", "optim_grads_params")
         self.states_sharded = self.name != "no_shard"
         self.out_of_place_residual = self.weights_sharded
         self.acts_in_backward = self.grads_sharded
         self.groups = parameter_groups(
-            stage.parameters, self.weights_sharded, sharding.bucket_size, self.shards, padded=self.states_sharded
+            stage.parameters, self.weights_sharded, sharding.bucket_size, self.state_shards, padded=self.states_sharded
         )
         self.group_of = {(p.layer, p.name): g for g in self.groups for p in g.parameters}
         self.unit_groups: dict[Unit, list[int]] = {}
@@ -93,6 +95,11 @@ class MegatronFsdp(Strategy):
     def _share(self, group: Group, sharded: bool) -> int:
         return group.size // self.shards if sharded else group.size
 
+    def _state_share(self, group: Group) -> int:
+        """Elements of main weights and optimizer states. With outer_dp_sharding_strategy optim they are sharded over
+        all data-parallel ranks; weights and gradients only within an instance (param_and_grad_buffer.py:2343-2480)."""
+        return group.size // self.state_shards if self.states_sharded else group.size
+
     # -- building -------------------------------------------------------------------------------------------------
     def build_model(self) -> None:
         """With meta-device init only the vocabulary tables exist before wrapping (they name their device)."""
@@ -112,7 +119,7 @@ class MegatronFsdp(Strategy):
                 else:
                     self.s.alloc(f"gathered/{g.index}", g.size * w, GATHERED_PARAMETERS, SIDE)
             if self._main_params_bytes:
-                size = self._share(g, self.states_sharded) * self._main_params_bytes
+                size = self._state_share(g) * self._main_params_bytes
                 self.s.alloc(f"main/{g.index}", size, MAIN_PARAMETERS, SIDE)
             if self.name != "no_shard":
                 for p in g.parameters:
@@ -136,7 +143,7 @@ class MegatronFsdp(Strategy):
             return [p.num_elements for p in self.stage.parameters]
         shards = []
         for g in self.groups:
-            left = self._share(g, sharded=True)
+            left = self._state_share(g)
             for p in g.parameters:
                 shards.append(min(left, p.num_elements))
                 left -= shards[-1]
@@ -312,7 +319,7 @@ class MegatronFsdp(Strategy):
             and sharding.main_params_dtype != self.gradient_dtype
         ):
             for g in self.groups:
-                size = self._share(g, self.states_sharded) * self._main_params_bytes
+                size = self._state_share(g) * self._main_params_bytes
                 self.s.alloc(f"grad_copy/{g.index}", size, OPTIMIZER_TEMPORARIES)
         if sharding.overlap_param_gather:
             self._reset_gathers()

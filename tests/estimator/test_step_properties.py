@@ -42,6 +42,7 @@ def jobs(draw: st.DrawFn) -> Settings:
     tensor, context = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2)))
     pipeline = 1 if fsdp else draw(st.sampled_from((1, 2, 4)))
     data = draw(st.sampled_from((1, 2, 8)))
+    instances, outer = draw(st.sampled_from(((1, "no_shard"), (2, "no_shard"), (2, "optim"))))
     num_layers = 8
     chunks = draw(st.sampled_from((1, 2))) if pipeline > 1 else 1
     layout = draw(st.none() | layouts(num_layers, pipeline * chunks)) if pipeline > 1 else None
@@ -91,6 +92,8 @@ def jobs(draw: st.DrawFn) -> Settings:
             grad_reduce_in_fp32=draw(st.booleans()),
             suggested_communication_unit_size=draw(st.sampled_from((None, 10_000_000))) if fsdp else None,
             fsdp_double_buffer=fsdp and draw(st.booleans()),
+            num_distributed_optimizer_instances=1 if data * context % 2 or strategy == "ddp" else instances,
+            outer_dp_sharding_strategy=outer,
         ),
         optimizer=OptimizerSettings(),
         recompute=draw(

@@ -148,7 +148,10 @@ NOT_YET = [
     (["model.cuda_graph_impl=transformer_engine"], "model.cuda_graph_impl"),
     (["optimizer.optimizer_cpu_offload=true"], "optimizer.optimizer_cpu_offload"),
     (["optimizer.optimizer=muon"], "optimizer.optimizer"),
-    (["ddp.num_distributed_optimizer_instances=2"], "ddp.num_distributed_optimizer_instances"),
+    (
+        [*FSDP, "ddp.num_distributed_optimizer_instances=2", "cfg.ddp.megatron_fsdp_grad_comm_dtype = torch.float32"],
+        "ddp.megatron_fsdp_grad_comm_dtype",
+    ),
     (["dist.use_torch_fsdp2=true"], "dist.use_torch_fsdp2"),
     (["model.transformer_impl=local"], "model.transformer_impl"),
     ([*FSDP[:1], "ddp.data_parallel_sharding_strategy=bogus"], "ddp.data_parallel_sharding_strategy"),
