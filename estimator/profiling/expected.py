@@ -87,9 +87,35 @@ def activation_bytes(settings: Settings, stage: int) -> float:
     return held + logits
 
 
+def extra_bytes(job: ProfileJob) -> float:
+    """What fields beyond Settings add: experts with their states and tokens, prediction layers, graph pools."""
+    extra, settings = job.extra_transformer_config, job.settings
+    model, parallel = settings.model, settings.parallel
+    h, t = model.hidden_size, parallel.tensor_model_parallel_size
+    layers = -(-model.num_layers // parallel.pipeline_model_parallel_size)
+    tokens = model.seq_length * settings.batch.micro_batch_size / parallel.context_parallel_size / t
+    total = 0.0
+    if experts := extra.get("num_moe_experts"):
+        ep, ffn, topk = (
+            extra.get("expert_model_parallel_size", 1),
+            extra["moe_ffn_hidden_size"],
+            extra["moe_router_topk"],
+        )
+        total += layers * 3 * h * ffn * experts / ep * 18
+        total += layers * tokens * topk * (8 * h + 8 * ffn)
+    if extra.get("mtp_num_layers"):
+        total += 20 * layer_parameters(settings) + 14 * tokens * model.vocab_size
+    if extra.get("cuda_graph_impl", "none") != "none":
+        total += activation_bytes(settings, pipeline_stage(settings, job.rank)) * 0.5
+    if chunks := extra.get("virtual_pipeline_model_parallel_size"):
+        total += activation_bytes(settings, pipeline_stage(settings, job.rank)) * (1 + 1 / chunks)
+    return total
+
+
 def expected_bytes(job: ProfileJob) -> int:
     """What to keep free on the card for a run: its cap if it has one, else a generous guess of its peak."""
     if job.memory_cap_bytes is not None:
         return job.memory_cap_bytes + _CONSTANT
     stage = pipeline_stage(job.settings, job.rank)
-    return int((state_bytes(job.settings, stage) + activation_bytes(job.settings, stage)) * _MARGIN) + _CONSTANT
+    parts = state_bytes(job.settings, stage), activation_bytes(job.settings, stage), extra_bytes(job)
+    return int(sum(parts) * _MARGIN) + _CONSTANT

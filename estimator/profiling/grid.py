@@ -10,7 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from estimator.profiling.job import GIB, ProfileJob, fingerprint
 DATA = Path(__file__).resolve().parents[1] / "data"
 Point = Mapping[str, Any]
 _FSDP = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_RECOMPUTE_OF_A_KIND = ("moe_act", "moe", "shared_experts", "mla_up_proj")
 _TRIES = 3_000
 
 
@@ -44,6 +45,12 @@ class Grid:
     axes: Mapping[str, tuple[Any, ...]]
     weights: Mapping[str, tuple[float, ...]]
     quotas: tuple[tuple[int, Mapping[str, tuple[Any, ...]]], ...]
+    kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By the value of axis ``kind``: ``settings`` by section, ``extra_*`` of the job, axis values it ``requires``."""
+
+    def kind_of(self, point: Point) -> Mapping[str, Any]:
+        """What the point's kind adds; nothing in a grid without kinds."""
+        return self.kinds[point["kind"]] if "kind" in point else {}
 
 
 def load_grid(name: str) -> Grid:
@@ -61,6 +68,7 @@ def load_grid(name: str) -> Grid:
             (quota["at_least"], {axis: tuple(values) for axis, values in quota["where"].items()})
             for quota in document["quotas"]
         ),
+        kinds=document.get("kinds", {}),
     )
 
 
@@ -180,6 +188,10 @@ def _layout_objections(point: Point) -> Iterator[str]:
         yield "context parallelism without attention dropout"
     if p > 1 and point["num_microbatches"] < 2:
         yield "a pipeline has more than one microbatch"
+    if c * t * point["data_parallel_size"] % point.get("expert_size", 1) or c * point["data_parallel_size"] < point.get(
+        "expert_size", 1
+    ):
+        yield "expert-parallel ranks are data-parallel ones"
     if t == 1 and not point["sequence_parallel"]:
         yield "sequence parallelism is a question under tensor parallelism only"
     if p > 1 and point["stage"] == "middle" and point["cross_entropy"] == "off":
@@ -227,13 +239,20 @@ def _implementation_objections(point: Point) -> Iterator[str]:
 
 def objections(grid: Grid, point: Point) -> list[str]:
     """Why a point is not run: what it breaks, or a size outside the grid's limits. Empty = it can be run."""
+    requires = grid.kind_of(point).get("requires", {})
+    for axis, values in requires.items():
+        value = point[axis]["name"] if axis == "model" else point[axis]
+        if value not in values:
+            return [f"{point['kind']} goes with other values of {axis}"]
+    if point["recompute"] in _RECOMPUTE_OF_A_KIND and "recompute" not in requires:
+        return ["these modules are of mixture-of-experts or latent attention"]
     broken = [*_layout_objections(point), *_strategy_objections(point), *_implementation_objections(point)]
     if broken:
         return broken
-    settings = settings_of(point)
+    job = job_of(grid, point)
+    settings = job.settings
     if settings.parallel.world_size > grid.limits["max_world_size"]:
         return ["world size"]
-    job = ProfileJob("", settings, rank_of(point))
     gib = expected.expected_bytes(job) / GIB
     if not grid.limits["min_expected_gib"] <= gib <= grid.limits["max_expected_gib"]:
         return ["expected memory"]
@@ -296,9 +315,12 @@ def _draw_set(grid: Grid, generator: random.Random, name: str, size: int, seen: 
         forced = dict(grid.quotas[index][1]) if lacking > 0 else {}
         point = _draw_point(grid, generator, {**forced, "strategy": (strategy,)})
         if point is None:
+            if index < 0:
+                raise ValueError(f"grid {grid.name} has no point with strategy {strategy}")
             impossible.add((strategy, index))
             continue
-        job = _job(grid, name, len(jobs), point)
+        tagged = replace(job_of(grid, point), tags=_tags(point))
+        job = replace(tagged, run_id=f"{grid.name}-{name}-{len(jobs):03d}")
         if fingerprint(job) not in seen:
             seen.add(fingerprint(job))
             points.append(point)
@@ -306,14 +328,37 @@ def _draw_set(grid: Grid, generator: random.Random, name: str, size: int, seen: 
     return jobs
 
 
-def _job(grid: Grid, name: str, number: int, point: Point) -> ProfileJob:
+def job_of(grid: Grid, point: Point) -> ProfileJob:
+    """The job of a point, without a name."""
+    kind = grid.kind_of(point)
+    settings = settings_of(point)
+    for section, values in kind.get("settings", {}).items():
+        settings = replace(settings, **{section: replace(getattr(settings, section), **values)})
+    transformer = dict(kind.get("extra_transformer_config", {}))
+    if point.get("expert_size", 1) > 1:
+        transformer["expert_model_parallel_size"] = point["expert_size"]
+    return ProfileJob(
+        "",
+        settings,
+        rank_of(point),
+        extra_transformer_config=transformer,
+        extra_ddp_config=dict(kind.get("extra_ddp_config", {})),
+        extra_optimizer_config=dict(kind.get("extra_optimizer_config", {})),
+    )
+
+
+def _tags(point: Point) -> tuple[str, ...]:
     tags = [point["model"]["name"], point["strategy"], point["recompute"], f"ce_{point['cross_entropy']}"]
-    for axis, short in (("tensor_model", "tp"), ("pipeline_model", "pp"), ("context", "cp")):
-        if point[f"{axis}_parallel_size"] > 1:
-            tags.append(f"{short}{point[f'{axis}_parallel_size']}")
+    for axis, short in (("tensor_model_parallel", "tp"), ("pipeline_model_parallel", "pp"), ("context_parallel", "cp")):
+        if point[f"{axis}_size"] > 1:
+            tags.append(f"{short}{point[f'{axis}_size']}")
+    if point.get("expert_size", 1) > 1:
+        tags.append(f"ep{point['expert_size']}")
     if point["implementation"] == "local":
         tags.append("local")
-    return ProfileJob(f"{grid.name}-{name}-{number:03d}", settings_of(point), rank_of(point), tags=tuple(tags))
+    if "kind" in point:
+        tags.append(point["kind"])
+    return tuple(tags)
 
 
 def write_sweeps(grid: Grid, folder: Path = DATA / "sweeps") -> list[Path]:

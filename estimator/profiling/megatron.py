@@ -301,6 +301,16 @@ def after_first_iteration(training: Training) -> None:
             training.graphs.cuda_graph_set_manual_hooks()
 
 
+def _cudnn_version(torch: Any) -> str | None:
+    """torch refuses to name a runtime version other than the one it was built with, though the library works."""
+    if not torch.backends.cudnn.is_available():
+        return None
+    try:
+        return str(torch.backends.cudnn.version())
+    except RuntimeError:
+        return str(torch._C._cudnn.getRuntimeVersion())
+
+
 def versions() -> dict[str, str | None]:
     """Versions of the software that decides memory."""
     import platform
@@ -317,7 +327,7 @@ def versions() -> dict[str, str | None]:
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
+        "cudnn": _cudnn_version(torch),
         "megatron_core": version_of("megatron-core"),
         "transformer_engine": version_of("transformer-engine"),
         "triton": version_of("triton"),

@@ -115,6 +115,9 @@ def cuda_on_cpu() -> Iterator[None]:
                 return args[0]
             if name == "record_stream":
                 return None
+            if name == "backward":
+                with self:  # recomputation builds tensors inside; the mode is off while a function runs
+                    return _backward(torch, *args, **named)
             result = function(*args, **named)
             if name == "type" and isinstance(result, str):  # the optimizer tells parameters by their type's name
                 return result.replace("torch.", "torch.cuda.", 1)
@@ -154,6 +157,17 @@ def cuda_on_cpu() -> Iterator[None]:
     queue = mock.patch.object(torch.cuda, "_lazy_call", return_value=None)
     with mock.patch.multiple(torch.cuda, **replacements), generator, mesh, queue, _tensor_cuda(torch), Redirect():
         yield
+
+
+def _backward(torch: Any, tensors: Any, gradients: Any = None, *_rest: Any, **named: Any) -> None:
+    """``torch.autograd.backward`` without its own look for modes, which would come back here."""
+    gradients = gradients if gradients is not None else named.get("grad_tensors", named.get("gradient"))
+    tensors = tuple(tensors) if isinstance(tensors, tuple | list) else (tensors,)
+    given = tuple(gradients) if isinstance(gradients, tuple | list) else (gradients,) * len(tensors)
+    seeds = tuple(torch.ones_like(t) if g is None else g for t, g in zip(tensors, given, strict=True))
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 @contextmanager

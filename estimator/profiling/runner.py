@@ -167,6 +167,7 @@ def _train(job: ProfileJob, meter: Meter, result: dict[str, Any], device: str) -
         result["environment"]["fused_weight_gradient_mlp_cuda"] = "stand-in"
     if job.simulate:
         stand_ins.ignore_verdicts()
+        stand_ins.keep_own_random_state()
     result["stack"], result["gpu"] = megatron.versions(), megatron.gpu_identity()
 
     config = megatron.transformer_config(job)

@@ -27,13 +27,15 @@ def test_the_committed_sets_begin_as_they_are_drawn(dense):
 
 
 @pytest.mark.slow
-def test_the_committed_sets_are_drawn_from_the_grid(dense):
-    for name, jobs in grid.draw(dense).items():
-        assert [job_to_dict(job) for job in jobs] == [job_to_dict(job) for job in committed(f"dense_{name}")]
+@pytest.mark.parametrize("name", ["dense", "kinds"])
+def test_the_committed_sets_are_drawn_from_the_grid(name):
+    for part, jobs in grid.draw(grid.load_grid(name)).items():
+        assert [job_to_dict(job) for job in jobs] == [job_to_dict(job) for job in committed(f"{name}_{part}")]
 
 
-def test_check_and_fit_share_no_run():
-    check, fit = ({fingerprint(job) for job in committed(f"dense_{name}")} for name in ("check", "fit"))
+@pytest.mark.parametrize("name", ["dense", "kinds"])
+def test_check_and_fit_share_no_run(name):
+    check, fit = ({fingerprint(job) for job in committed(f"{name}_{part}")} for part in ("check", "fit"))
     assert len(check) >= 60
     assert len(fit) >= 60
     assert not check & fit
@@ -52,7 +54,16 @@ def test_every_group_is_covered(name):
     assert len(stages) >= 3
 
 
-@pytest.mark.parametrize("name", ["dense_check", "dense_fit", "dense_survival"])
+@pytest.mark.parametrize("name", ["kinds_check", "kinds_fit"])
+def test_every_kind_is_covered(name):
+    jobs = committed(name)
+    for start in ("vp", "ep", "mla", "fp8", "graphs", "hsdp"):
+        assert sum(any(tag.startswith(start) for tag in job.tags) for job in jobs) >= 5
+    for kind in grid.load_grid("kinds").kinds:
+        assert sum(kind in job.tags for job in jobs) >= 2
+
+
+@pytest.mark.parametrize("name", ["dense_check", "dense_fit", "dense_survival", "kinds_check", "kinds_fit"])
 def test_every_run_is_small_enough(name):
     for job in committed(name):
         assert expected.expected_bytes(job) < 40 * GIB
@@ -69,11 +80,13 @@ def test_survival_covers_the_strategies():
 def test_the_grid_is_enumerated_without_what_cannot_run(dense):
     varied = ("strategy", "pipeline_model_parallel_size", "stage", "gradient_accumulation_fusion")
     axes = {axis: values if axis in varied else values[:1] for axis, values in dense.axes.items()}
-    axes.update(num_layers=(8,), num_microbatches=(2,), data_parallel_size=(8,))
+    axes.update(num_layers=(4,), num_microbatches=(2,), data_parallel_size=(8,))
     points = list(grid.enumerate_grid(replace(dense, axes=axes)))
     assert {point["strategy"] for point in points} == set(STRATEGIES)
     assert all(not grid.objections(dense, point) for point in points)
-    assert all(point["pipeline_model_parallel_size"] == 1 for point in points if "o_shard" in point["strategy"])
+    assert all(
+        point["pipeline_model_parallel_size"] == 1 for point in points if point["strategy"] not in ("ddp", "distopt")
+    )
     pipelined = {**points[0], "strategy": "optim_grads_params", "pipeline_model_parallel_size": 2, "stage": "last"}
     assert any("B1" in text for text in grid.objections(dense, pipelined))
     fused = {**points[0], "strategy": "optim", "gradient_accumulation_fusion": True}
