@@ -21,8 +21,10 @@ class RuleProblem(Answer):
 
 
 class Survival(Answer):
-    default: int
-    expandable_segments: int
+    """Least reserved memory in which the step runs, by allocator setting; null where it was not asked for."""
+
+    default: int | None
+    expandable_segments: int | None
 
 
 class Allocator(Answer):

@@ -293,4 +293,4 @@ def test_what_the_command_line_does_not_load() -> None:
     code = "import app.cli.commands, app.cli.report, app.services.answers, estimator.answers, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(re.split(r"\s+", done.stdout))
-    assert not loaded & {"fastapi", "starlette", "sqlalchemy", "alembic", "uvicorn", "torch", "scipy", "structlog"}
+    assert not loaded & {"fastapi", "starlette", "sqlalchemy", "alembic", "uvicorn", "torch", "structlog"}
