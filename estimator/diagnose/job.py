@@ -99,7 +99,9 @@ def job_from_evidence(evidence: Evidence, known_cluster: ClusterRequest | None =
     if job is None:
         missing = [*_missing_of_job(found, config, cluster), *missing]
     if problems:
-        found.notes.append("left out, because Megatron-Bridge has no such setting: " + ", ".join(problems[:8]))
+        found.notes.append(
+            "left out, because they cannot be read as Megatron-Bridge's settings: " + ", ".join(problems[:8])
+        )
     return Proposal(job, cluster, tuple(missing), tuple(found.sources), tuple(found.notes))
 
 
