@@ -17,7 +17,7 @@ BAR_WIDTH = 44
 MAX_ASSUMPTIONS = 6
 SMALL_SHARE = 0.01
 OUTCOMES = {
-    "recommended": "does not fit; settings that do are below",
+    "recommended": "does not fit; what does is below",
     "fits_already": "fits already: look for another cause",
     "nothing_fits": "does not fit, and no change that was allowed makes it fit",
     "not_gpu_memory": "did not run out of GPU memory",
