@@ -346,6 +346,6 @@ def gpu_identity() -> dict[str, Any] | None:
         "name": properties.name,
         "total_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
-        "driver_cuda": torch._C._cuda_getDriverVersion(),
+        "driver_cuda": getattr(torch._C, "_cuda_getDriverVersion", lambda: None)(),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }

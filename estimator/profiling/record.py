@@ -58,6 +58,7 @@ def new_record(job: ProfileJob) -> dict[str, Any]:
         "device_used_bytes": None,
         "step_time_seconds": None,
         "out_of_memory": None,
+        "at_failure": None,
         "error": None,
         "wall_seconds": None,
         "job": job_to_dict(job),

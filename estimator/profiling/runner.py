@@ -21,29 +21,31 @@ class Meter:
     """Reads the caching allocator at the end of each phase; zeros on a machine without a GPU."""
 
     def __init__(self, device: str) -> None:
-        import torch
-
-        self._cuda = torch.cuda if device == "cuda" else None
+        self._device = device
         self._began = time.perf_counter()
         self.marks: list[tuple[str, int]] = []
         """Name and time (microseconds since the epoch) of each phase end, for the trace."""
 
     def begin(self) -> None:
         """Start a phase: peaks are counted from here."""
-        if self._cuda is not None:
-            self._cuda.synchronize()
-            self._cuda.reset_peak_memory_stats()
+        if self._device == "cuda":
+            from torch import cuda
+
+            cuda.synchronize()
+            cuda.reset_peak_memory_stats()
         self._began = time.perf_counter()
 
     def end(self, name: str) -> dict[str, Any]:
         """End a phase and begin the next: bytes that tensors occupy now and at most, and bytes reserved for them."""
         phase: dict[str, Any] = {"name": name}
-        if self._cuda is None:
+        if self._device != "cuda":
             names = ("allocated_bytes", "peak_allocated_bytes", "reserved_bytes", "peak_reserved_bytes")
             phase.update(dict.fromkeys((*names, "num_alloc_retries"), 0))
         else:
-            self._cuda.synchronize()
-            statistics = self._cuda.memory_stats()
+            from torch import cuda
+
+            cuda.synchronize()
+            statistics = cuda.memory_stats()
             phase["allocated_bytes"] = statistics["allocated_bytes.all.current"]
             phase["peak_allocated_bytes"] = statistics["allocated_bytes.all.peak"]
             phase["reserved_bytes"] = statistics["reserved_bytes.all.current"]
@@ -80,9 +82,9 @@ def run_one(
     result = record.new_record(job)
     began = time.perf_counter()
     history = None
+    meter = Meter(device)
     try:
         with _device(device):
-            meter = Meter(device)
             if device == "cuda":
                 _cap_memory(job.memory_cap_bytes)
             if trace is not None and device == "cuda":
@@ -95,7 +97,7 @@ def run_one(
         if isinstance(error, KeyboardInterrupt):
             raise
         if record.is_out_of_memory(error):
-            result.update(outcome="oom", out_of_memory=str(error)[:_ERROR_CHARACTERS])
+            result.update(outcome="oom", out_of_memory=str(error)[:_ERROR_CHARACTERS], at_failure=_at_failure(meter))
         else:
             result.update(outcome="error", error=traceback.format_exc()[-_ERROR_CHARACTERS:])
     else:
@@ -105,6 +107,14 @@ def run_one(
         history.write(trace, result, meter.marks)
     result["wall_seconds"] = round(time.perf_counter() - began, 3)
     return result
+
+
+def _at_failure(meter: Meter) -> dict[str, Any] | None:
+    """What was allocated and reserved when memory ran out, and at most since the phase began."""
+    try:
+        return meter.end("failure")
+    except Exception:  # the context may be beyond use
+        return None
 
 
 def _with_overrides(
@@ -253,7 +263,7 @@ def _finish(job: ProfileJob, result: dict[str, Any], device: str) -> None:
 
 
 def _all_phases(result: dict[str, Any]) -> list[dict[str, Any]]:
-    own: list[dict[str, Any]] = result["phases"]
+    own: list[dict[str, Any]] = result["phases"] + ([result["at_failure"]] if result["at_failure"] else [])
     return own + [phase for iteration in result["iterations"] for phase in iteration["phases"]]
 
 
