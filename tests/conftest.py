@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
+
+# A run in CI tries the same examples every time; runs by hand go on searching.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("dev", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def _missing(module: str) -> bool:
