@@ -19,6 +19,7 @@ BATCH = "batch"
 OPTIMIZER_TEMPORARIES = "optimizer_temporaries"
 WGRAD_DUMMIES = "fused_gradient_placeholders"
 WORKSPACES = "library_workspaces"
+FP8_WEIGHTS = "fp8_weight_copies"
 
 ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL)
 STATES = (PARAMETERS, MAIN_PARAMETERS, MAIN_GRADIENTS, OPTIMIZER_STATES)
@@ -40,5 +41,6 @@ MEANING = {
     BATCH: "tokens, labels, mask and positions",
     OPTIMIZER_TEMPORARIES: "copies made inside the optimizer step or while it is built",
     WGRAD_DUMMIES: "placeholders that Transformer Engine returns where the gradient was added in place",
+    FP8_WEIGHTS: "FP8 copies of weights that Transformer Engine keeps for its products",
     WORKSPACES: "cuBLAS and Transformer Engine workspaces, rotary tables",
 }

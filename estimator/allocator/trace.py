@@ -12,6 +12,7 @@ from estimator.allocator.compiled import Ints
 from estimator.allocator.kernel import ALLOC, EMPTY_CACHE, FREE, FREE_COMPLETED, FREE_REQUESTED
 from estimator.timeline import EMPTY_CACHE_OP, STREAMS, Block, Timeline
 
+
 class TraceError(ValueError):
     """A free without its allocation, a second allocation of a live buffer, or a size that does not match."""
 

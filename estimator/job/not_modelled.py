@@ -22,6 +22,7 @@ MODELLED_DATASET_CLASSES = frozenset({"GPTDatasetConfig", "MockGPTDatasetConfig"
 """Datasets whose batches are exactly [micro_batch_size, seq_length] and whose mask is the causal one."""
 
 MODELLED_LAYER_SPECS = frozenset({"default_layer_spec", "transformer_engine_layer_spec", None})
+MODELLED_FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise"})
 MODELLED_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -74,6 +75,20 @@ def _vocabulary_unknown(value: Any, values: Values) -> bool:
     return not value and not (values.get("tokenizer") or {}).get("vocab_size")
 
 
+def _with_fp8(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
+    return lambda value, values: bool(values["model"].get("fp8")) and predicate(value, values)
+
+
+def _unmodelled_primary_weights(value: Any, values: Values) -> bool:
+    return bool(value) and (_fsdp(values) or not values["ddp"].get("use_distributed_optimizer"))
+
+
+def _blockwise_gather(value: Any, values: Values) -> bool:
+    model = values["model"]
+    split = (model.get("tensor_model_parallel_size") or 1) > 1
+    return bool(value) and split and model.get("fp8_recipe") == "blockwise"
+
+
 NOT_MODELLED: tuple[Row, ...] = (
     # path, predicate(value, whole document), what the field says
     ("model._target_", lambda v, _: v not in MODELLED_MODEL_CLASSES, "this model class"),
@@ -86,7 +101,17 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("model.experimental_attention_variant", _given, "an experimental attention variant"),
     ("model.heterogeneous_block_specs", _is_set, "layers of different shapes"),
     ("model.vocab_size", _vocabulary_unknown, "a vocabulary whose size only the tokenizer knows"),
-    ("model.fp8", _is_set, "FP8"),
+    ("model.fp8_recipe", _with_fp8(lambda v, _: v not in MODELLED_FP8_RECIPES), "this FP8 recipe"),
+    (
+        "model.fp8_param",
+        _with_fp8(_unmodelled_primary_weights),
+        "FP8 weights without the distributed optimizer",
+    ),
+    ("model.fp8_dot_product_attention", _with_fp8(_is_set), "attention in FP8"),
+    ("model.fp8_multi_head_attention", _with_fp8(_is_set), "attention in FP8"),
+    ("model.fp8_wgrad", _with_fp8(lambda v, _: not v), "weight gradients outside of FP8"),
+    ("model.disable_parameter_transpose_cache", _with_fp8(_is_set), "FP8 weights quantized anew in each microbatch"),
+    ("model.sequence_parallel", _with_fp8(_blockwise_gather), "block-wise FP8 under sequence parallelism"),
     ("model.fp4", _is_set, "FP4"),
     ("model.bf16", lambda v, _: not v, "training in anything but BF16"),
     ("model.fp16", _is_set, "FP16"),

@@ -14,6 +14,22 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "float64":
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8Settings:
+    """Decoder layers whose products run in FP8."""
+
+    recipe: str
+    """delayed | tensorwise | blockwise."""
+    primary_weights: bool = False
+    """fp8_param (fp8_param_gather): the weights themselves are FP8."""
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
+
+    def applies_to(self, layer: int, num_layers: int) -> bool:
+        """Whether this layer of the whole model is in FP8 (megatron-core 0.19.2, fp8_utils.py:673)."""
+        return self.num_layers_at_start_in_bf16 <= layer < num_layers - self.num_layers_at_end_in_bf16
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Dimensions and implementation of a GPT model; h, f, a, g, d, V, L, s of the formulas in ``estimator.model``."""
 
@@ -54,6 +70,7 @@ class ModelSettings:
     post_layer_norms: bool = False
     """Gemma 2/3: extra norms after attention and MLP."""
     model_class: str = "GPTModelProvider"
+    fp8: Fp8Settings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from estimator.errors import NotModelled
 from estimator.job.not_modelled import fields_in_the_way
 from estimator.job.settings import (
     BatchSettings,
+    Fp8Settings,
     ModelSettings,
     OptimizerSettings,
     ParallelSettings,
@@ -115,6 +116,19 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
         apply_rope_fusion=bool(model.get("apply_rope_fusion")) and rope,  # gpt_provider.py:216-217
         bias_activation_fusion=bool(model.get("bias_activation_fusion")),
         model_class=str(model["_target_"]).rpartition(".")[2],
+        fp8=_fp8(model),
+    )
+
+
+def _fp8(model: Mapping[str, Any]) -> Fp8Settings | None:
+    if not model.get("fp8"):
+        return None
+    ends = bool(model.get("first_last_layers_bf16"))
+    return Fp8Settings(
+        str(model["fp8_recipe"]),
+        bool(model.get("fp8_param")),
+        model.get("num_layers_at_start_in_bf16") or 0 if ends else 0,
+        model.get("num_layers_at_end_in_bf16") or 0 if ends else 0,
     )
 
 

@@ -73,7 +73,9 @@ class Attention:
         self._core_forward(s)
         if recompute_core or not keep:
             s.free("softmax_statistics", self.values)
-        row_forward(s, x, "proj", ATTENTION)
+        row_forward(s, x, "proj", ATTENTION, x.query, keep, original=True)
+        if keep and recompute_core and x.fp8 == "delayed":
+            s.free("attention_output")  # the projection keeps an FP8 copy, the core is computed again
         if m.qk_layernorm:
             if keep:
                 s.free("key_normed", "query_normed")
@@ -154,14 +156,15 @@ class Attention:
         dropped = write_dropout_backward(s, x, m, "attention_dropout_mask")
         if fused_wgrad:
             steps += [s.cut("attention.dropout"), NeedsMainGrad("linear_proj")]
-        row_backward_input(s, x, "proj", x.query, self._proj_weight, fused_wgrad, dropped)
+        row_backward_input(s, x, "proj", x.query, self._proj_weight, fused_wgrad, dropped, original=True)
         steps.append(s.cut("attention.proj"))
         steps.append(GradReady("linear_proj", None if fused_wgrad else "proj_wgrad"))
         if not fused_wgrad:
             s.free("proj_wgrad")
         attention_output = "attention_output"
         if recompute_core:
-            s.free("attention_output")
+            if x.fp8 != "delayed":
+                s.free("attention_output")
             self._recompute_core(s)
             attention_output = "attention_output_again"
         self._core_backward(s, attention_output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from estimator.components import ACTIVATION_GRADIENTS, NORMS, WEIGHT_GRADIENTS
 from estimator.job.settings import ModelSettings
+from estimator.model import fp8
 from estimator.model.norms import backward_workspace, free_statistics, write_statistics
 from estimator.model.shapes import Shapes
 from estimator.timeline import Scribe
@@ -19,6 +20,9 @@ def norm_and_column_forward(
     s: Scribe, x: Shapes, model: ModelSettings, name: str, output_bytes: int, component: str, keep: bool
 ) -> None:
     """Norm, then the column-parallel product into ``{name}_output``; the norm's output stays if it is kept."""
+    if x.fp8:
+        fp8.norm_and_column_forward(s, x, model, name, output_bytes, component, keep)
+        return
     write_statistics(s, f"{name}_norm", x.hidden_tokens, model.normalization)
     s.alloc(f"{name}_norm_output", x.hidden, NORMS)
     if x.sequence_parallel:
@@ -31,8 +35,17 @@ def norm_and_column_forward(
         s.free(f"{name}_norm_output")
 
 
-def row_forward(s: Scribe, x: Shapes, name: str, component: str) -> None:
-    """Row-parallel product into ``{name}_output``, [s/c (/t), b, h]."""
+def row_forward(
+    s: Scribe, x: Shapes, name: str, component: str, input_bytes: int, keep: bool, original: bool = False
+) -> None:
+    """Row-parallel product into ``{name}_output``, [s/c (/t), b, h].
+
+    ``original``: backward has the input anyway (attention keeps its output). In FP8 the input is not needed afterwards
+    otherwise: the caller frees it.
+    """
+    if x.fp8:
+        fp8.row_forward(s, x, name, component, input_bytes, keep, original)
+        return
     if x.sequence_parallel:
         s.alloc(f"{name}_partial", x.gathered_hidden, component)
         s.alloc(f"{name}_output", x.hidden, component)
@@ -42,9 +55,19 @@ def row_forward(s: Scribe, x: Shapes, name: str, component: str) -> None:
 
 
 def row_backward_input(
-    s: Scribe, x: Shapes, name: str, input_bytes: int, weight_bytes: int, fused_wgrad: bool, incoming: str | None
+    s: Scribe,
+    x: Shapes,
+    name: str,
+    input_bytes: int,
+    weight_bytes: int,
+    fused_wgrad: bool,
+    incoming: str | None,
+    original: bool = False,
 ) -> None:
     """Gradient of a row-parallel layer's input (and of its weight, unless that is added to main_grad in place)."""
+    if x.fp8:
+        fp8.row_backward_input(s, x, name, input_bytes, weight_bytes, fused_wgrad, incoming, original)
+        return
     if x.sequence_parallel:
         s.alloc(f"{name}_grad_gathered", x.gathered_hidden, ACTIVATION_GRADIENTS)
     s.alloc(f"{name}_input_grad", input_bytes, ACTIVATION_GRADIENTS)
@@ -67,6 +90,10 @@ def column_backward(
     saved_input: str | None,
 ) -> None:
     """Backward of norm and column-parallel product: leaves ``{name}_input_grad``, ``{name}_gamma_grad`` (and wgrad)."""
+    gamma = x.hidden_size * x.element_bytes * _vectors(model)
+    if x.fp8:
+        fp8.column_backward(s, x, model, name, weight_bytes, fused_wgrad, output_grad, saved_input, gamma)
+        return
     if x.sequence_parallel:
         s.alloc(f"{name}_gathered", x.gathered_hidden, NORMS)
     s.alloc(f"{name}_norm_grad", x.gathered_hidden, ACTIVATION_GRADIENTS)
@@ -78,7 +105,7 @@ def column_backward(
     if x.sequence_parallel:
         s.free(f"{name}_gathered")
     s.alloc(f"{name}_input_grad", x.hidden, ACTIVATION_GRADIENTS)
-    s.alloc(f"{name}_gamma_grad", x.hidden_size * x.element_bytes * _vectors(model), WEIGHT_GRADIENTS)
+    s.alloc(f"{name}_gamma_grad", gamma, WEIGHT_GRADIENTS)
     s.transient(f"{name}_norm_workspace", backward_workspace(x.hidden_size, model.normalization), NORMS)
     if x.sequence_parallel:
         s.free(f"{name}_scattered")

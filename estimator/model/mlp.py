@@ -37,8 +37,8 @@ class Mlp:
             if self.split_gate:
                 s.free("gate_activated", "linear_half")
             s.free("fc1_output")
-        row_forward(s, x, "fc2", MLP)
-        if not keep:
+        row_forward(s, x, "fc2", MLP, x.ffn, keep)
+        if not keep or x.fp8:
             s.free("activation")
 
     def forward(self, s: Scribe, keep: bool, recompute: bool = False) -> None:
@@ -64,7 +64,8 @@ class Mlp:
             steps += [s.cut("mlp.dropout"), NeedsMainGrad("linear_fc2")]
         weight = x.hidden_size * x.ffn_size * x.element_bytes
         row_backward_input(s, x, "fc2", x.ffn, weight, fused_wgrad, dropped)
-        s.free("activation")
+        if not x.fp8:
+            s.free("activation")
         steps.append(s.cut("mlp.fc2"))
         steps.append(GradReady("linear_fc2", None if fused_wgrad else "fc2_wgrad"))
         if not fused_wgrad:

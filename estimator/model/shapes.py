@@ -38,6 +38,11 @@ class Shapes:
     sequence: int
     """s / c."""
     context_parallel: int = 1
+    fp8: str | None = None
+    """FP8 recipe of the linear layers (None: the compute dtype)."""
+    fp8_transposes: bool = True
+    """Whether products read a transposed copy where another layout is needed: GPUs before Blackwell, and scales by
+    block."""
 
     @property
     def hidden(self) -> int:
@@ -69,8 +74,12 @@ class Shapes:
         return self.tokens * self.vocab_size * self.element_bytes
 
 
-def shapes_of(settings: Settings) -> Shapes:
-    """Per-rank sizes; expects divisibility (checked by the rules before)."""
+def shapes_of(settings: Settings, gpu_family: str = "hopper") -> Shapes:
+    """Per-rank sizes; expects divisibility (checked by the rules before).
+
+    From Blackwell on FP8 products with one scale a tensor read either layout (TE 2.12 pytorch/utils.py
+    is_non_tn_fp8_gemm_supported); this was read, never measured.
+    """
     m, p = settings.model, settings.parallel
     t, c, b = p.tensor_model_parallel_size, p.context_parallel_size, settings.batch.micro_batch_size
     tokens = b * m.seq_length // c
@@ -92,4 +101,6 @@ def shapes_of(settings: Settings) -> Shapes:
         rotary_dim=int(m.kv_channels * m.rotary_percent),
         sequence=m.seq_length // c,
         context_parallel=c,
+        fp8=m.fp8.recipe if m.fp8 else None,
+        fp8_transposes=bool(m.fp8 and m.fp8.recipe == "blockwise") or not gpu_family.startswith("blackwell"),
     )

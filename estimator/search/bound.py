@@ -35,7 +35,8 @@ def stage_bound(settings: Settings, pipeline_rank: int) -> int:
     shapes = shapes_of(settings)
     saved = _saved(settings, share, len(shares))
     loss = _LOGITS_FACTOR[cross_entropy_kind(settings.model)] * shapes.logits if share.post_process else 0
-    mlp = 2 * shapes.ffn if share.chunks[-1].num_layers else 0
+    tensors = 2 if settings.model.gated_linear_unit or not shapes.fp8 else 1
+    mlp = tensors * shapes.ffn if share.chunks[-1].num_layers else 0
     moments = [saved + loss, saved + mlp]
     if settings.sharding.strategy == "optim_grads_params" and share.num_layers:
         moments += _sharded_backward(settings, share, shapes, saved)

@@ -33,7 +33,13 @@ class Stage:
     pipeline_rank: int
     element_bytes: int
     parameters_by_chunk: tuple[int, ...] = ()
+    fp8_layers: frozenset[int] = frozenset()
+    """Layers whose weight matrices are themselves FP8."""
+    fp8_transposes: bool = True
     """How many of ``parameters``, in order, each model chunk has; empty: all belong to one."""
+
+    def is_fp8(self, parameter: Parameter) -> bool:
+        return parameter.layer in self.fp8_layers and parameter.fused_gradient
 
     @property
     def chunks(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -82,6 +88,18 @@ class Strategy(ABC):
         """Weights of the plain module on the GPU, before it is wrapped."""
         for p in self.stage.parameters:
             self.s.alloc(f"module/{p.layer}/{p.name}", p.num_elements * self.stage.element_bytes, PARAMETERS)
+            if self.stage.is_fp8(p):
+                self._quantize_parameter(p)
+
+    def _quantize_parameter(self, p: Parameter) -> None:
+        """A weight made under fp8_model_init: initialized in the compute dtype, then quantized; its row-wise copy is
+        the module's tensor, its column-wise one stays beside it (TE 2.12 module/base.py reset_parameters)."""
+        name = f"module/{p.layer}/{p.name}"
+        self.s.alloc(f"{name}/row", p.num_elements, PARAMETERS)
+        if self.stage.fp8_transposes:
+            self.s.alloc(f"{name}/column", p.num_elements, PARAMETERS)
+        self.s.free(name)
+        self.s.rename(f"{name}/row", name)
 
     @abstractmethod
     def wrap(self) -> None:

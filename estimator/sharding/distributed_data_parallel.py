@@ -7,7 +7,6 @@ optimizer/optimizer.py:986-1110.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -68,6 +67,15 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """Parameters of one model chunk and dtype, flat: FP8 weights have a buffer of bytes apart."""
+
+    parameters: tuple[Parameter, ...]
+    buckets: list[FlatBucket]
+    is_fp8: bool
+
+
 class DistributedDataParallel(Strategy):
     """``ddp`` (nothing sharded) or ``distopt`` (main weights and optimizer states sharded over DP x CP)."""
 
@@ -77,8 +85,10 @@ class DistributedDataParallel(Strategy):
         instances = settings.sharding.num_distributed_optimizer_instances
         self.ranks = settings.parallel.data_context_parallel_size // instances if self.sharded else 1
         self.buffers = [
-            flat_buckets(parameters, self._bucket_size(chunk), self.ranks, self.sharded)
+            FlatBuffer(part, flat_buckets(part, self._bucket_size(chunk), self.ranks, self.sharded), is_fp8)
             for chunk, parameters in enumerate(stage.chunks)
+            for is_fp8 in (False, True)
+            if (part := tuple(p for p in parameters if stage.is_fp8(p) == is_fp8))
         ]
 
     def _bucket_size(self, chunk: int) -> int | None:
@@ -95,15 +105,14 @@ class DistributedDataParallel(Strategy):
         return self.sharded and self.settings.optimizer.use_precision_aware_optimizer
 
     def wrap(self) -> None:
-        for i, (buckets, parameters) in enumerate(zip(self.buffers, self.stage.chunks, strict=True)):
-            if not buckets:
-                continue
-            total = buckets[-1].end
+        for i, buffer in enumerate(self.buffers):
+            total = buffer.buckets[-1].end
             if self.sharded:
-                self.s.alloc(f"param_data/{i}", total * self.stage.element_bytes, PARAMETERS, SIDE)
+                width = 1 if buffer.is_fp8 else self.stage.element_bytes
+                self.s.alloc(f"param_data/{i}", total * width, PARAMETERS, SIDE)
             self.s.alloc(f"grad_data/{i}", total * DTYPE_BYTES[self.gradient_dtype], MAIN_GRADIENTS, SIDE)
             if self.sharded:
-                for p in reversed(parameters):
+                for p in reversed(buffer.parameters):
                     self.s.free(f"module/{p.layer}/{p.name}")
 
     def build_optimizer(self) -> None:
@@ -119,11 +128,24 @@ class DistributedDataParallel(Strategy):
         bucket."""
         if not self.sharded:
             return [p.num_elements for p in self.stage.parameters]
+        return [n for buffer in self.buffers for n in self._shards(buffer)]
+
+    def _shards(self, buffer: FlatBuffer) -> list[int]:
         shards = []
-        for bucket in itertools.chain.from_iterable(self.buffers):
+        for bucket in buffer.buckets:
             limit = bucket.start + (bucket.end - bucket.start) // self.ranks
             shards += [min(end, limit) - start for _, start, end in bucket.spans if start < limit]
         return shards
+
+    def after_step(self) -> None:
+        """FP8 weights are quantized from copies of all main shards in the compute dtype, shard by shard (TE 2.12
+        pytorch/tensor/utils.py:60-160 cast_master_weights_to_fp8)."""
+        shards = [n for buffer in self.buffers if buffer.is_fp8 for n in self._shards(buffer)]
+        for i, n in enumerate(shards):
+            self.s.alloc(f"cast/{i}", n * self.stage.element_bytes, OPTIMIZER_TEMPORARIES)
+        for n in shards:
+            self.s.transient("quantized", n, OPTIMIZER_TEMPORARIES)
+        self.s.free(*(f"cast/{i}" for i in range(len(shards))))
 
     @property
     def master_weight_bytes(self) -> int:

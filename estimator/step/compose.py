@@ -9,7 +9,7 @@ steady_forward_backward, steady_optimizer_step.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from estimator.job.settings import Settings
 from estimator.layout import ChunkShare, StageShare, stage_shares
@@ -24,7 +24,7 @@ from estimator.schedule.actions import BACKWARD, DROP, FORWARD, INPUT, OUTPUT, R
 from estimator.sharding.base import Stage, Unit
 from estimator.sharding.table import strategy_for
 from estimator.step.first_use import FirstUse, block_of
-from estimator.step.model_chunk import ModelChunk, in_this_rank, parameters_by_chunk, transfer_blocks
+from estimator.step.model_chunk import ModelChunk, in_this_rank, layers_in_fp8, parameters_by_chunk, transfer_blocks
 from estimator.step.recompute import recompute_chunks
 from estimator.timeline import Block, Timeline
 
@@ -64,23 +64,33 @@ def steady_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hoppe
 class _Composer:
     def __init__(self, settings: Settings, share: StageShare, gpu_family: str) -> None:
         self.settings, self.share, self.gpu_family = settings, share, gpu_family
-        self.x: Shapes = shapes_of(settings)
+        self.x: Shapes = shapes_of(settings, gpu_family)
         model = settings.model
         by_chunk = parameters_by_chunk(model, settings.parallel.tensor_model_parallel_size, share)
         self.parameters = tuple(itertools.chain.from_iterable(by_chunk))
         self.by_name: dict[tuple[int | None, str], Parameter] = {(p.layer, p.name): p for p in self.parameters}
-        stage = Stage(self.parameters, share.pipeline_rank, self.x.element_bytes, tuple(map(len, by_chunk)))
+        self.fp8_layers = layers_in_fp8(model, share)
+        primary = self.fp8_layers if model.fp8 and model.fp8.primary_weights else frozenset()
+        stage = Stage(
+            self.parameters,
+            share.pipeline_rank,
+            self.x.element_bytes,
+            tuple(map(len, by_chunk)),
+            primary,
+            self.x.fp8_transposes,
+        )
         self.strategy = strategy_for(settings, stage)
         self.timeline = Timeline()
         self.chunks = [self._chunk(chunk) for chunk in share.chunks]
         selective = settings.recompute.recompute_granularity == "selective"
         modules = settings.recompute.recompute_modules if selective else ()
         self.modules = tuple(modules)
-        self.programs: dict[tuple[bool, bool, bool], Program] = {}
-        recomputed = any(g.recomputed for chunk in self.chunks for g in chunk.groups)
-        self.discarded = discarded_forward(model, self.x) if recomputed else None
+        self.programs: dict[tuple[bool, bool, bool, bool], Program] = {}
+        self.in_bf16 = replace(self.x, fp8=None)
         rotary = model.position_embedding_type in ("rope", "yarn")
         self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family)
+        if model.fp8 and not model.fp8.primary_weights:
+            self.first_use.expect_fp8_copies(self.parameters, self.fp8_layers)
         self.left: dict[int, tuple[object, ...]] = {}
         self._move = transfer_blocks(self.x)
 
@@ -94,13 +104,18 @@ class _Composer:
             head_program(model, self.x, tied, fused) if share.post_process else None,
         )
 
-    def _layer(self, own_sum: bool = False, keep_output_grad: bool = False, keep_input: bool = False) -> Program:
-        kind = (own_sum, keep_output_grad, keep_input)
+    def _shapes(self, layer: int) -> Shapes:
+        return self.x if layer in self.fp8_layers else self.in_bf16
+
+    def _layer(
+        self, layer: int, own_sum: bool = False, keep_output_grad: bool = False, keep_input: bool = False
+    ) -> Program:
+        kind = (layer in self.fp8_layers, own_sum, keep_output_grad, keep_input)
         program = self.programs.get(kind)
         if program is None:
             program = self.programs[kind] = layer_program(
                 self.settings.model,
-                self.x,
+                self._shapes(layer),
                 recompute_core_attention="core_attn" in self.modules,
                 recompute_mlp="mlp" in self.modules,
                 fused_wgrad=self.strategy.fused_wgrad,
@@ -190,12 +205,14 @@ class _Composer:
             for layer in group.layers:
                 strategy.before_forward(layer)
                 self._sync("gather")
-                if group.recomputed and self.discarded:
-                    self._run(self.discarded, (*scope, layer))
+                if self.first_use:
+                    run(self.first_use.fp8_copies_of(layer), ("fp8", layer))
+                if group.recomputed:
+                    self._run(discarded_forward(self.settings.model, self._shapes(layer)), (*scope, layer))
                     if layer != group.layers[0]:
                         run(self._move["drop_output"], (*scope, layer - 1))
                 else:
-                    self._run(self._layer().forward, (*scope, layer))
+                    self._run(self._layer(layer).forward, (*scope, layer))
                 strategy.after_forward(layer)
                 self._sync("release")
         if chunk.head:
@@ -219,7 +236,7 @@ class _Composer:
                 for layer in group.layers:
                     strategy.before_recompute(layer)
                     self._sync("gather")
-                    run(self._layer().forward, (*scope, layer))
+                    run(self._layer(layer).forward, (*scope, layer))
                     strategy.after_recompute(layer)
             for layer in reversed(group.layers):
                 strategy.before_backward(layer)
@@ -228,7 +245,7 @@ class _Composer:
                     strategy.out_of_place_residual or layer == top or (group.recomputed and layer == group.layers[-1])
                 )
                 keep_grad, keep_input = layer == top and not chunk.head, layer == bottom and not chunk.embedding
-                self._steps(self._layer(own_sum, keep_grad, keep_input), layer, (*scope, layer))
+                self._steps(self._layer(layer, own_sum, keep_grad, keep_input), layer, (*scope, layer))
                 strategy.after_backward(layer)
                 self._sync("release")
             if group.recomputed:

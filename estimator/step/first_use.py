@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from estimator.components import WGRAD_DUMMIES, WORKSPACES
 from estimator.layout import StageShare
+from estimator.model.fp8 import write_weight_copies
 from estimator.model.parameters import Parameter
 from estimator.model.shapes import Shapes
 from estimator.timeline import Block, Scribe
@@ -52,8 +53,12 @@ class FirstUse:
         self._rotary = Lasting("rotary_table", x.sequence * x.rotary_dim * 4, WORKSPACES)
         self._without_table = {c.index for c in share.chunks} if rotary else set()
         self._after: dict[str, Lasting] = {}
+        self._fp8_copies: dict[int, list[Parameter]] = {}
         if share.num_layers:
-            self._after["qkv_norm_output"] = Lasting("te_cublas", te_bytes, WORKSPACES)
+            te_cublas = Lasting("te_cublas", te_bytes, WORKSPACES)
+            self._after["qkv_norm_output"] = te_cublas
+            if x.fp8:  # whichever comes first: layers at the ends may be in BF16
+                self._after["qkv_norm_row"] = te_cublas
         if share.post_process:
             self._after["logits"] = Lasting("torch_cublas_forward", torch_bytes, WORKSPACES)
             self._after["head_input_grad"] = Lasting("torch_cublas_backward", torch_bytes, WORKSPACES)
@@ -66,6 +71,17 @@ class FirstUse:
             return None
         self._without_table.discard(chunk)
         return block_of(self._rotary)
+
+    def expect_fp8_copies(self, parameters: tuple[Parameter, ...], layers: frozenset[int]) -> None:
+        """Weights of these layers are quantized at their first use, into copies that later steps overwrite."""
+        for layer in layers:
+            self._fp8_copies[layer] = [p for p in parameters if p.layer == layer and p.fused_gradient]
+
+    def fp8_copies_of(self, layer: int) -> Block:
+        s = Scribe()
+        for parameter in self._fp8_copies.pop(layer, ()):
+            write_weight_copies(s, self.x, parameter)
+        return s.cut("fp8_copies")
 
     def expect_placeholder(self, parameter: Parameter) -> Block | None:
         """The placeholder that will be returned for this weight's gradient, one for every distinct shape.
@@ -92,7 +108,10 @@ class FirstUse:
             if trigger is None:
                 break
             head, block = block.split_after(trigger)
-            parts.append((head, self._after.pop(trigger)))
+            lasting = self._after.pop(trigger)
+            if lasting in self._after.values():
+                self._after = {name: other for name, other in self._after.items() if other is not lasting}
+            parts.append((head, lasting))
         parts.append((block, None))
         return parts
 
@@ -103,7 +122,9 @@ class FirstUse:
             s.alloc(f"rotary_table/{chunk}", *self._rotary[1:])
         self._without_table.clear()
         immediate = [self.expect_placeholder(p) for p in parameters] if placeholders else []
-        for lasting in self._after.values():
+        for layer in list(self._fp8_copies):
+            immediate.append(self.fp8_copies_of(layer))
+        for lasting in dict.fromkeys(self._after.values()):
             s.alloc(*lasting)
         self._after.clear()
         ops = tuple(op for block in immediate if block for op in block.ops)

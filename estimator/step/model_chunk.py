@@ -50,6 +50,18 @@ def in_this_rank(groups: tuple[Chunk, ...], share: ChunkShare) -> tuple[Chunk, .
     return tuple(Chunk(tuple(share.first_local_layer + i for i in g.layers), g.recomputed) for g in groups)
 
 
+def layers_in_fp8(model: ModelSettings, share: StageShare) -> frozenset[int]:
+    """Numbers on this rank of the layers whose products run in FP8."""
+    if not model.fp8:
+        return frozenset()
+    return frozenset(
+        chunk.first_local_layer + i
+        for chunk in share.chunks
+        for i in range(chunk.num_layers)
+        if model.fp8.applies_to(chunk.first_layer + i, model.num_layers)
+    )
+
+
 @lru_cache(maxsize=1024)
 def chunk_parameters(model: ModelSettings, tensor_parallel: int, share: ChunkShare) -> tuple[Parameter, ...]:
     """Parameters of one chunk, layers numbered as on the rank."""

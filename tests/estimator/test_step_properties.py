@@ -13,6 +13,7 @@ from estimator.allocator.trace import compile_ops
 from estimator.components import ACTIVATIONS
 from estimator.job.settings import (
     BatchSettings,
+    Fp8Settings,
     ModelSettings,
     OptimizerSettings,
     ParallelSettings,
@@ -36,6 +37,13 @@ def layouts(draw: st.DrawFn, num_layers: int, num_stages: int) -> str:
 
 
 @st.composite
+def fp8_settings(draw: st.DrawFn, primary: bool, sequence_parallel: bool) -> Fp8Settings:
+    recipes = ("delayed", "tensorwise") if sequence_parallel else ("delayed", "tensorwise", "blockwise")
+    ends = draw(st.sampled_from((0, 1)))
+    return Fp8Settings(draw(st.sampled_from(recipes)), primary and draw(st.booleans()), ends, ends)
+
+
+@st.composite
 def jobs(draw: st.DrawFn) -> Settings:
     strategy = draw(st.sampled_from(STRATEGIES))
     fsdp = strategy not in ("ddp", "distopt")
@@ -43,6 +51,7 @@ def jobs(draw: st.DrawFn) -> Settings:
     pipeline = 1 if fsdp else draw(st.sampled_from((1, 2, 4)))
     data = draw(st.sampled_from((1, 2, 8)))
     instances, outer = draw(st.sampled_from(((1, "no_shard"), (2, "no_shard"), (2, "optim"))))
+    sequence_parallel = tensor > 1 and draw(st.booleans())
     num_layers = 8
     chunks = draw(st.sampled_from((1, 2))) if pipeline > 1 else 1
     layout = draw(st.none() | layouts(num_layers, pipeline * chunks)) if pipeline > 1 else None
@@ -72,6 +81,7 @@ def jobs(draw: st.DrawFn) -> Settings:
             hidden_dropout=draw(st.sampled_from((0.0, 0.1))),
             cross_entropy_loss_fusion=draw(st.booleans()),
             cross_entropy_fusion_impl=draw(st.sampled_from(("te", "native"))),
+            fp8=draw(st.none() | fp8_settings(strategy == "distopt", sequence_parallel)),
             gradient_accumulation_fusion=draw(st.booleans()),
             init_model_with_meta_device=fsdp and strategy != "no_shard" and draw(st.booleans()),
         ),
@@ -80,7 +90,7 @@ def jobs(draw: st.DrawFn) -> Settings:
             tensor,
             pipeline,
             context,
-            sequence_parallel=tensor > 1 and draw(st.booleans()),
+            sequence_parallel=sequence_parallel,
             virtual_pipeline_model_parallel_size=chunks,
             pipeline_model_parallel_layout=layout,
             overlap_p2p_comm=chunks > 1 and draw(st.booleans()),
@@ -176,4 +186,5 @@ def test_more_recompute_never_saves_more_activations(strategy: str) -> None:
 def test_every_buffer_is_freed_where_it_lives(job: Settings) -> None:
     """The allocator's replay follows each buffer by scope and name: it refuses frees of what is not there."""
     for share in stage_shares(job.model, job.parallel):
-        compile_ops(step_timeline(job, share.pipeline_rank).timeline)
+        for family in ("hopper", "blackwell"):
+            compile_ops(step_timeline(job, share.pipeline_rank, family).timeline)

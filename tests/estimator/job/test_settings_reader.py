@@ -140,7 +140,16 @@ def test_recompute(overrides: list[str], expected: tuple[Any, ...]) -> None:
 NOT_YET = [
     (["model.num_moe_experts=8"], "model.num_moe_experts"),
     (["model.mtp_num_layers=1"], "model.mtp_num_layers"),
-    (["mixed_precision=bf16_with_fp8_delayed_scaling_mixed"], "model.fp8"),
+    (["mixed_precision=bf16_with_mxfp8_mixed"], "model.fp8_recipe"),
+    (["mixed_precision=bf16_with_fp8_delayed_scaling_mixed", *FSDP], "model.fp8_param"),
+    (
+        [
+            "mixed_precision=bf16_with_fp8_subchannel_scaling_mixed",
+            "model.tensor_model_parallel_size=2",
+            "model.sequence_parallel=true",
+        ],
+        "model.sequence_parallel",
+    ),
     (["mixed_precision=bf16_with_nvfp4_mixed"], "model.fp4"),
     (["mixed_precision=fp16_mixed"], "model.fp16"),
     (["mixed_precision=null", "model.bf16=false"], "model.bf16"),
