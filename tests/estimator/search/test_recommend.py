@@ -35,6 +35,18 @@ def _job(
         ("llama3_8b_pretrain_config", 16, ("train.micro_batch_size=2",), 50),
         ("llama32_1b_pretrain_config", 4, (), 24),
         ("qwen3_8b_pretrain_config", 8, (), 40),
+        ("llama3_8b_pretrain_config", 8, ("mixed_precision=bf16_with_fp8_current_scaling_mixed",), 70),
+        (
+            "llama3_8b_pretrain_config",
+            8,
+            (
+                "model.context_parallel_size=1",
+                "model.pipeline_model_parallel_size=2",
+                "model.pipeline_dtype=bfloat16",
+                "model.virtual_pipeline_model_parallel_size=4",
+            ),
+            48,
+        ),
     ],
 )
 def test_the_winner_is_that_of_exhaustive_evaluation(
