@@ -48,6 +48,8 @@ class Estimate:
     overhead: Overhead
     cluster: Cluster
     verdict: Verdict
+    simulated: bool = True
+    """Whether the allocator was simulated for this job, or its survival memory scaled from an alike one."""
 
     @property
     def rank(self) -> RankEstimate:
@@ -56,6 +58,11 @@ class Estimate:
     @property
     def allocator_setting(self) -> str:
         return "expandable_segments" if self.settings.runtime.expandable_segments else "default"
+
+    @property
+    def survival_ratios(self) -> dict[str, float]:
+        """Survival memory over peak of the chosen rank, by allocator setting."""
+        return {name: n / self.rank.peak.peak_bytes for name, n in self.rank.survival_bytes.items()}
 
     def required_bytes(self, rank: RankEstimate | None = None) -> int:
         return (rank or self.rank).survival_bytes[self.allocator_setting] + self.overhead.total_bytes
@@ -98,7 +105,11 @@ class Estimate:
 
     def assumptions(self) -> list[str]:
         names = ", ".join(self.overhead.communicators) or "none"
+        scaled = (
+            [] if self.simulated else ["survival memory in the same ratio to the peak as the first of this strategy"]
+        )
         return [
+            *scaled,
             (
                 f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
                 f"(communicators: {names}) are priors, not measured on this cluster"
@@ -121,13 +132,22 @@ def _rank(settings: Settings, pipeline_rank: int, gpu_family: str) -> tuple[Rank
 
 
 def _with_survival(
-    ranks: list[tuple[RankEstimate, Timeline]], exact: int, names: tuple[str, ...]
+    ranks: list[tuple[RankEstimate, Timeline]],
+    exact: int,
+    names: tuple[str, ...],
+    given: dict[str, float] | None,
 ) -> tuple[RankEstimate, ...]:
-    """Survival memory of the ``exact`` ranks with the highest peaks; of the others by the same ratio to their peak."""
+    """Survival memory of the ``exact`` ranks with the highest peaks; of the others by the same ratio to their peak.
+
+    ``given``: ratios to use for all of them instead of a simulation.
+    """
     heaviest = sorted(range(len(ranks)), key=lambda i: -ranks[i][0].peak.peak_bytes)
-    found = {i: survival_bytes(ranks[i][1], names) for i in heaviest[:exact]}
-    reference = heaviest[0]
-    ratios = {name: n / ranks[reference][0].peak.peak_bytes for name, n in found[reference].items()}
+    found: dict[int, dict[str, int]] = {}
+    ratios = given
+    if ratios is None:
+        found = {i: survival_bytes(ranks[i][1], names) for i in heaviest[:exact]}
+        reference = heaviest[0]
+        ratios = {name: n / ranks[reference][0].peak.peak_bytes for name, n in found[reference].items()}
     return tuple(
         replace(
             rank,
@@ -144,11 +164,15 @@ def estimate(
     pipeline_rank: int | None = None,
     exact_ranks: int = 2,
     both_settings: bool = True,
+    survival_ratios: dict[str, float] | None = None,
 ) -> Estimate:
     """Estimate every pipeline rank; the figures are of the worst by required bytes, or of ``pipeline_rank``.
 
     ``exact_ranks``: of how many ranks the allocator is simulated, those with the highest peaks (and ``pipeline_rank``).
-    ``both_settings``: survival memory under the setting that the job does not have, too. Raises JobError if ``pipeline_rank`` is not a rank of the job, ValueError if its layers cannot be split.
+    ``survival_ratios``: survival memory over peak by allocator setting, from an alike job, instead of a simulation.
+    ``both_settings``: survival memory under the setting that the job does not have, too.
+
+    Raises JobError if ``pipeline_rank`` is not a rank of the job, ValueError if its layers cannot be split.
     """
     stages = settings.parallel.pipeline_model_parallel_size
     if pipeline_rank is not None and not 0 <= pipeline_rank < stages:
@@ -157,7 +181,7 @@ def estimate(
     setting = "expandable_segments" if settings.runtime.expandable_segments else "default"
     timelines = [_rank(settings, rank, cluster.gpu.family) for rank in range(stages)]
     names = tuple(SETTINGS) if both_settings else (setting,)
-    ranks = _with_survival(timelines, stages if pipeline_rank is not None else exact_ranks, names)
+    ranks = _with_survival(timelines, stages if pipeline_rank is not None else exact_ranks, names, survival_ratios)
     overhead = overhead_of(settings, cluster.gpu.family)
     if pipeline_rank is None:
         chosen = max(range(stages), key=lambda i: ranks[i].survival_bytes[setting])
@@ -171,4 +195,4 @@ def estimate(
         cluster.memory_limit_bytes,
         min_probability,
     )
-    return Estimate(settings, ranks, chosen, overhead, cluster, verdict)
+    return Estimate(settings, ranks, chosen, overhead, cluster, verdict, survival_ratios is None)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 
 
 def main() -> None:
@@ -13,11 +14,21 @@ def main() -> None:
     # A command lives for a second: collecting garbage would cost a tenth of it, and taking the interpreter apart at the
     # end another. serve switches the collector on again.
     gc.disable()
+    if not {"recommend", "estimate"}.isdisjoint(sys.argv[1:2]):
+        threading.Thread(target=_load_simulator, daemon=True).start()
     code = _run()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(code)
+
+
+def _load_simulator() -> None:
+    """The compiled allocator simulator takes half a second to load: meanwhile the job is read and the search begins."""
+    with contextlib.suppress(Exception):  # whoever needs it next meets the same error where it can be told
+        from estimator.allocator import warm
+
+        warm()
 
 
 def _run() -> int:

@@ -1,6 +1,6 @@
 """A model of PyTorch's CUDA caching allocator, replaying what a rank allocates and frees. See docs/allocator.md."""
 
-from estimator.allocator.replay import Death, Replay, replay, survival
+from estimator.allocator.replay import Death, Replay, replay, survival, warm
 from estimator.allocator.settings import (
     DEFAULT,
     EXPANDABLE_SEGMENTS,
@@ -23,4 +23,5 @@ __all__ = [
     "parse_alloc_conf",
     "replay",
     "survival",
+    "warm",
 ]

@@ -29,7 +29,11 @@ def compiled(function: _F) -> _F:
         return function
     import numba
 
-    jitted: _F = numba.njit(cache=True, nogil=True, _nrt=False, error_model="numpy")(function)
+    options = {"nogil": True, "_nrt": False, "error_model": "numpy"}
+    try:
+        jitted: _F = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # nowhere to keep the cache: a read-only installation and no home
+        jitted = numba.njit(**options)(function)
     return jitted
 
 

@@ -10,6 +10,7 @@ from estimator.allocator import kernel
 from estimator.allocator.compiled import Ints
 from estimator.allocator.settings import AllocatorSettings
 from estimator.allocator.trace import Trace
+from estimator.timeline import STREAMS
 
 GRID_BYTES = 2 << 20
 """Limits are looked for in steps of 2 MiB, the unit in which the driver gives memory."""
@@ -172,3 +173,9 @@ def _peak_live_bytes(trace: Trace, settings: AllocatorSettings) -> int:
     gone = (trace.kinds == kernel.FREE) | (trace.kinds == kernel.FREE_REQUESTED)
     steps = np.where(made, sizes, np.where(gone, -by_buffer[trace.buffers] if len(by_buffer) else 0, 0))
     return int(np.cumsum(steps).max(initial=0))
+
+
+def warm() -> None:
+    """Loads the compiled simulator by replaying nothing."""
+    empty = np.zeros(0, dtype=np.int64)
+    replay(Trace(empty, empty, empty, empty, empty, STREAMS, ("",)), AllocatorSettings())

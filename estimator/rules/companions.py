@@ -261,6 +261,17 @@ FROM_FSDP: tuple[Companion, ...] = (
         lambda t: False,
         "Without Megatron FSDP nothing materialises parameters built on the meta device (B7).",
     ),
+    Companion(
+        "ddp.reuse_grad_buf_for_mxfp8_param_ag",
+        lambda t: (
+            True
+            if t.strategy == "distopt"
+            and t.facts.mixed.get("fp8_param_gather")
+            and t.facts.mixed.get("fp8_recipe") == "mxfp8"
+            else KEEP
+        ),
+        "Without Megatron FSDP, MXFP8 parameters are gathered through the gradient buffer (A17).",
+    ),
     Companion("ddp.fsdp_double_buffer", lambda t: False, "It buffers FSDP units only (B17).", "fsdp_buffers"),
     Companion(
         "ddp.megatron_fsdp_max_pool_double_buffer",

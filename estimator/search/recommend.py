@@ -89,6 +89,7 @@ def search(
     shows_fsdp = any(p.strategy in FSDP for p in candidates)
     fitting: list[Candidate] = []
     kinds: set[tuple[object, ...]] = set()
+    ratios: dict[str, dict[str, float]] = {}
     estimated = 0
     exhausted = True
     for index in order:
@@ -105,11 +106,15 @@ def search(
         if estimated >= MAX_ESTIMATES:
             exhausted = False
             break
-        found = _evaluate(job, point, now, cluster, stack, min_probability)
+        # The allocator is simulated once a strategy: with expandable segments the ratio moves by less than the
+        # verdict's own error; with the default allocator it does not hold, and every candidate is simulated.
+        known = ratios.get(point.strategy) if fitting and point.expandable_segments else None
+        found = _evaluate(job, point, now, cluster, stack, min_probability, known)
         if found is None:
             continue
         estimated += 1
         changes, changed, result = found
+        ratios.setdefault(point.strategy, result.survival_ratios)
         if not result.verdict.fits:
             continue
         kinds.add(kind)
@@ -154,7 +159,13 @@ def _order(candidates: list[Point], relative: np.ndarray, now: Point, loads: boo
 
 
 def _evaluate(
-    job: ReadJob, point: Point, now: Point, cluster: Cluster, stack: Stack, min_probability: float
+    job: ReadJob,
+    point: Point,
+    now: Point,
+    cluster: Cluster,
+    stack: Stack,
+    min_probability: float,
+    ratios: dict[str, float] | None,
 ) -> tuple[tuple[Change, ...], ReadJob, Estimate] | None:
     """The candidate as the override would make it, or None if a rule forbids it."""
     changes = point_changes(point, now, job.document.values, job.effective.values, cluster, stack)
@@ -165,4 +176,7 @@ def _evaluate(
         return None
     if changed.errors or not changed.laid_out:
         return None
-    return changes, changed, estimate(changed.settings, cluster, min_probability, exact_ranks=1, both_settings=False)
+    result = estimate(
+        changed.settings, cluster, min_probability, exact_ranks=1, both_settings=False, survival_ratios=ratios
+    )
+    return changes, changed, result

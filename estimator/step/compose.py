@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
-from estimator.job.settings import Settings
+from estimator.job.settings import BatchSettings, Settings
 from estimator.layout import ChunkShare, StageShare, stage_shares
 from estimator.model.embedding import embedding_program
 from estimator.model.head import head_program
@@ -49,10 +49,13 @@ def step_timeline(settings: Settings, pipeline_rank: int, gpu_family: str = "hop
 
 
 def steady_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hopper") -> int:
-    """Peak of the steady iteration alone, in bytes: what a search needs of a candidate, at half the time.
+    """Peak of the steady iteration alone, in bytes: what a search needs of a candidate, in a third of the time.
 
-    Never above the peak of the whole timeline, and equal to it wherever the steady iteration is the highest.
+    Without a pipeline of its first microbatch only. Never above the peak of the whole timeline.
     """
+    if settings.parallel.pipeline_model_parallel_size == 1:
+        micro = settings.batch.micro_batch_size
+        settings = replace(settings, batch=BatchSettings(micro, micro * settings.parallel.data_parallel_size))
     share = stage_shares(settings.model, settings.parallel)[pipeline_rank]
     composer = _Composer(settings, share, gpu_family)
     composer.build()

@@ -123,8 +123,8 @@ STACKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (components.ACTIVATION_GRADIENTS, ("_engine_run_backward", "backward")),
 )
-"""Component -> parts of "file:function" texts. The first row that any frame matches counts, the rows ordered from what
-told by one function to what is told by a module. Names: megatron-core 0.19.2, transformer-engine 2.12, torch
+"""Component -> parts of "file:function" texts. Within a frame the first row counts; rows are ordered from what is told
+by one function to what is told by a module. Names: megatron-core 0.19.2, transformer-engine 2.12, torch
 2.11."""
 
 UNKNOWN = "unknown"
