@@ -96,48 +96,57 @@ class _Reader:
     def items(self, depth: int) -> list[Any]:
         self.position += 1
         found: list[Any] = []
-        while True:
-            self.skip()
-            if self.peek() == "]":
-                self.position += 1
-                return found
+        while not self.closed("]", bool(found)):
             found.append(self.element(depth + 1, ",]"))
-            self.separator("]")
+        return found
 
     def mapping(self, depth: int) -> dict[str, Any]:
         self.position += 1
         found: dict[str, Any] = {}
-        while True:
-            self.skip()
-            if self.peek() == "}":
-                self.position += 1
-                return found
+        while not self.closed("}", bool(found)):
             key = self.quoted(self.peek()) if self.peek() in ("'", '"') else self.primitive(":,}")
             self.skip()
             if self.peek() != ":":
                 raise Unreadable("has a mapping without ':' after a key")
             self.position += 1
             found[str(key)] = self.element(depth + 1, ",}")
-            self.separator("}")
+        return found
 
-    def separator(self, end: str) -> None:
+    def closed(self, end: str, comma_before_next: bool) -> bool:
+        """Whether the list or mapping ends here; otherwise the reader stands at its next element."""
+        what = "list" if end == "]" else "mapping"
         self.skip()
-        if self.peek() == ",":
+        if self.peek() == end:
             self.position += 1
-        elif self.peek() != end:
-            raise Unreadable(f"has an unclosed {'list' if end == ']' else 'mapping'}")
+            return True
+        if comma_before_next:
+            if self.peek() != ",":
+                raise Unreadable(f"has an unclosed {what}")
+            self.position += 1
+            self.skip()
+        if not self.peek():
+            raise Unreadable(f"has an unclosed {what}")
+        return False
 
     def quoted(self, quote: str) -> str:
+        """Backslashes count only in front of the quote (or of the closing one): each pair is one, a last odd one
+        escapes it. Elsewhere they stand for themselves."""
         self.position += 1
         parts: list[str] = []
         while True:
             char = self.peek()
             if not char:
                 raise Unreadable(f"has an unclosed quote {quote}")
-            following = self.text[self.position + 1 : self.position + 2]
-            if char == "\\" and following in ("\\", quote) and following:
-                parts.append(following)
-                self.position += 2
+            if char == "\\":
+                run = len(self.text) - self.position - len(self.text[self.position :].lstrip("\\"))
+                self.position += run
+                if self.peek() != quote:
+                    parts.append("\\" * run)
+                    continue
+                parts.append("\\" * (run // 2))
+                if run % 2:
+                    parts.append(quote)
+                    self.position += 1
                 continue
             self.position += 1
             if char == quote:
@@ -155,6 +164,8 @@ class _Reader:
                 break
             self.position += 1
         raw = self.text[start : min(self.position, len(self.text))].strip(" \t")
+        if stops and not raw:
+            raise Unreadable("has a list or mapping with nothing where an element belongs")
         if "${" in raw:
             raise Unreadable("uses an interpolation ${...} inside a value; write the value itself")
         if not _PLAIN.fullmatch(raw):
