@@ -163,7 +163,7 @@ class _Reader:
             if char == "," or (char in stops and char != ""):
                 break
             self.position += 1
-        raw = self.text[start : min(self.position, len(self.text))].strip(" \t")
+        raw = _stripped(self.text[start : min(self.position, len(self.text))])
         if stops and not raw:
             raise Unreadable("has a list or mapping with nothing where an element belongs")
         if "${" in raw:
@@ -171,6 +171,14 @@ class _Reader:
         if not _PLAIN.fullmatch(raw):
             raise Unreadable(f"has a character that needs quotes: {raw[:60]!r}", f'"{raw[:60]}"')
         return _typed(re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", raw) if "\\" in raw else raw)
+
+
+def _stripped(text: str) -> str:
+    """Without blanks at its ends, except one that a backslash escapes."""
+    raw = text.lstrip(" \t")
+    short = raw.rstrip(" \t")
+    num_backslashes = len(short) - len(short.rstrip("\\"))
+    return raw[: len(short) + num_backslashes % 2]
 
 
 def _typed(raw: str) -> Any:

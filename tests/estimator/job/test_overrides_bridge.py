@@ -187,7 +187,7 @@ def test_values_are_read_as_hydra_reads_them(text: str) -> None:
     assume("${" not in text)
     assume("(" not in text)
     assume(": " not in text and " :" not in text)  # Hydra keeps blanks next to a colon at either end of a text
-    assume(not text.endswith(" ") or text.rstrip()[-1:] not in ("'", '"'))  # it refuses them after a quote, we do not
+    assume(not text.endswith(" ") or text.rstrip()[-1:] not in ('"', "'", "]", "}"))  # it refuses blanks there
     try:
         ours = repr(read_value(text))
     except Unreadable:
