@@ -9,12 +9,13 @@ from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION, words
 from estimator.changes import FAMILIES
 from estimator.cluster import Cluster, resolve_cluster
 from estimator.errors import FieldProblem, JobError
-from estimator.estimate import Estimate, estimate
+from estimator.estimate import SCALED, Estimate, estimate
 from estimator.job.settings import Stack
 from estimator.reading import ReadJob, read_job, read_stack
 from estimator.render import advise, render_override
 from estimator.requests import EstimateRequest, RecommendRequest
 from estimator.search import DEFAULT_FAMILIES, Candidate, SearchResult, search
+from estimator.survival import SETTINGS
 
 MAX_RECOMMENDATIONS = 20
 MAX_GPU_FACTOR = 64
@@ -28,12 +29,25 @@ def estimate_answer(request: EstimateRequest) -> dict[str, Any]:
     job = read_job(request.job, cluster, read_stack(request.stack))
     if not job.laid_out:
         return {**_unestimated(), "problems": [p.as_dict() for p in job.problems], "assumptions": list(job.assumptions)}
-    result = estimate(job.settings, cluster, request.min_fit_probability, request.pipeline_rank)
+    ratios = None if request.survival else dict.fromkeys(SETTINGS, 1.0)
+    result = estimate(job.settings, cluster, request.min_fit_probability, request.pipeline_rank, survival_ratios=ratios)
     answer = {**result.as_dict(), "problems": [p.as_dict() for p in job.problems]}
-    answer["assumptions"] = [*answer["assumptions"], *job.assumptions]
     if not request.survival:
-        answer["survival_bytes"] = None
+        answer |= _lower_bound(result)
+    answer["assumptions"] = [*answer["assumptions"], *job.assumptions]
     return answer
+
+
+def _lower_bound(result: Estimate) -> dict[str, Any]:
+    """Without a simulated allocator the peak is all that is known: enough to say that a job does not fit."""
+    note = "survival memory was not asked for: required_bytes is the allocated peak plus overheads, a lower bound"
+    return {
+        "survival_bytes": None,
+        "fits": None if result.verdict.fits else False,
+        "fit_probability": None,
+        "headroom_bytes": None,
+        "assumptions": [note, *(a for a in result.assumptions() if not a.startswith(SCALED))],
+    }
 
 
 def recommend_answer(request: RecommendRequest) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from estimator.survival import SETTINGS, survival_bytes
 from estimator.timeline import PhaseResult, Timeline
 from estimator.verdict import Verdict, judge
 
+SCALED = "survival memory in the same ratio to the peak as the first of this strategy"
+
 
 @dataclass(frozen=True, slots=True)
 class RankEstimate:
@@ -105,9 +107,7 @@ class Estimate:
 
     def assumptions(self) -> list[str]:
         names = ", ".join(self.overhead.communicators) or "none"
-        scaled = (
-            [] if self.simulated else ["survival memory in the same ratio to the peak as the first of this strategy"]
-        )
+        scaled = [] if self.simulated else [SCALED]
         return [
             *scaled,
             (

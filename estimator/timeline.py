@@ -12,6 +12,7 @@ Bytes are what torch.cuda.memory_allocated() counts: every request rounded up to
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,6 +39,8 @@ class Op(NamedTuple):
     stream: str
 
 
+_SIZE = operator.itemgetter(1)
+
 EMPTY_CACHE_OP = "!empty_cache"
 """Name of the zero-byte op by which torch.cuda.empty_cache() is called: it changes what is reserved, not allocated."""
 
@@ -59,12 +62,13 @@ class Block:
     """Room for whoever replays blocks to keep what it made of this one; blocks are shared between timelines."""
 
     def __post_init__(self) -> None:
-        running = peak = index = 0
-        for i, op in enumerate(self.ops):
-            running += op[1]
-            if running > peak:
-                peak, index = running, i + 1
-        self.delta, self.peak, self.peak_index = running, peak, index
+        self.delta = self.peak = self.peak_index = 0
+        if not self.ops:
+            return
+        running = list(itertools.accumulate(map(_SIZE, self.ops)))
+        self.delta, peak = running[-1], max(running)
+        if peak > 0:
+            self.peak, self.peak_index = peak, running.index(peak) + 1
 
     def split_after(self, buffer: str) -> tuple[Block, Block]:
         """Two blocks, the first ending with the last op on ``buffer``, or being all of it if there is none."""

@@ -69,9 +69,9 @@ def compile_ops(timeline: Timeline) -> Trace:
     """
     assembly = _Assembly()
     for name, start, stop in timeline.spans():
-        phase = assembly.phase(name)
+        assembly.phase(name)
         for block, scope in timeline.entries[start:stop]:
-            assembly.add(block, scope, phase)
+            assembly.add(block, scope)
     return assembly.trace()
 
 
@@ -165,16 +165,22 @@ class _Assembly:
 
     def __init__(self) -> None:
         self.phases: dict[str, int] = {}
-        self.columns: tuple[list[int], ...] = ([], [], [], [], [])
+        self.columns: tuple[list[int], ...] = ([], [], [], [])
+        self.phase_starts: list[tuple[int, int]] = []
+        """(number, first event) of each phase that was begun."""
         self.live: dict[Scope, dict[str, int]] = {}
         """By scope and name: the number of each live buffer."""
         self.sizes: list[int] = []
 
-    def phase(self, name: str) -> int:
-        return self.phases.setdefault(name, len(self.phases))
+    def phase(self, name: str) -> None:
+        """What is added from now on belongs to this phase."""
+        self.phase_starts.append((self.phases.setdefault(name, len(self.phases)), len(self.columns[0])))
 
-    def add(self, block: Block, scope: Scope, phase: int) -> None:
+    def add(self, block: Block, scope: Scope) -> None:
         template = block.compiled
+        if len(block.ops) == 1 and block.ops[0][1]:
+            self._add_single(block, scope)
+            return
         if not isinstance(template, _Template):
             template = block.compiled = _Reader().read(block)
         first = len(self.sizes)
@@ -195,18 +201,46 @@ class _Assembly:
             if name in names[relation]:
                 raise TraceError(f"block {block.name!r}: {name!r} is allocated in scope {scope} while it is live")
             names[relation][name] = numbers[ref]
-        kinds, buffers, num_bytes_of, streams, phases = self.columns
+        kinds, buffers, num_bytes_of, streams = self.columns
         kinds.extend(template.kinds)
         buffers.extend([numbers[ref] for ref in template.refs] if numbers else template.refs)
         num_bytes_of.extend(template.sizes)
         streams.extend(template.streams)
-        phases.extend([phase] * len(template.kinds))
+
+    def _add_single(self, block: Block, scope: Scope) -> None:
+        """One allocation or free: half of all blocks, and most of those that run once."""
+        name, num_bytes, _, stream = block.ops[0]
+        relation, key = _local_key(name)
+        names = self.live.setdefault(_scope_of(scope, relation), {})
+        kinds, buffers, num_bytes_of, streams = self.columns
+        if num_bytes > 0:
+            if key in names:
+                raise TraceError(f"block {block.name!r}: {key!r} is allocated in scope {scope} while it is live")
+            number = names[key] = len(self.sizes)
+            self.sizes.append(num_bytes)
+            kinds.append(ALLOC)
+            num_bytes_of.append(num_bytes)
+        else:
+            number = names.pop(key, -1)
+            if number < 0:
+                raise TraceError(f"block {block.name!r}: {key!r} is freed in scope {scope} but not allocated")
+            if self.sizes[number] != -num_bytes:
+                raise TraceError(
+                    f"block {block.name!r}: {key!r} in scope {scope} has {self.sizes[number]} bytes, "
+                    f"{-num_bytes} are freed"
+                )
+            kinds.append(FREE)
+            num_bytes_of.append(0)
+        buffers.append(number)
+        streams.append(_STREAM_NUMBERS[stream])
 
     def _names_by_relation(self, scope: Scope, relations: frozenset[int]) -> dict[int, dict[str, int]]:
         return {relation: self.live.setdefault(_scope_of(scope, relation), {}) for relation in relations}
 
     def trace(self) -> Trace:
-        kinds, buffers, sizes, streams, phases = (np.array(column, dtype=np.int64) for column in self.columns)
+        kinds, buffers, sizes, streams = (np.array(column, dtype=np.int64) for column in self.columns)
+        numbers, starts = np.array(self.phase_starts, dtype=np.int64).reshape(-1, 2).T
+        phases = np.repeat(numbers, np.diff(starts, append=len(kinds)))
         return Trace(kinds, buffers, sizes, streams, phases, STREAMS, tuple(self.phases))
 
 

@@ -42,7 +42,8 @@ class Screen:
         if point not in self._known:
             self._learn(point, self._test(point))
             ladder = self._ladders.get(_without_recompute(point), [])
-            if not self._known[point] and point in ladder and ladder[-1] not in self._known:
+            tried_twice = point in ladder and point != ladder[0]
+            if not self._known[point] and tried_twice and ladder[-1] not in self._known:
                 self._learn(ladder[-1], self._test(ladder[-1]))
         return self._known[point]
 

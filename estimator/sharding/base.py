@@ -25,9 +25,9 @@ _IN_PLACE_CLIPPING_SINCE = (2, 13)
 (core/optimizer/clip_grads.py:10-45)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """What one rank of a pipeline stage holds."""
+    """What one rank of a pipeline stage holds. Compared by identity: ``step.model_chunk.stage_of`` makes one a job."""
 
     parameters: tuple[Parameter, ...]
     pipeline_rank: int

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from estimator.model.parameters import Parameter
+from estimator.sharding.base import Stage, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,45 @@ class Group:
     parameters: tuple[Parameter, ...]
     size: int
     unit: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """The groups of a stage, and who belongs to which. Shared by all steps with the same buckets: never changed."""
+
+    groups: tuple[Group, ...]
+    group_of: dict[tuple[int | None, str], Group]
+    of_unit: dict[Unit, list[int]]
+    of_module: dict[Unit, list[int]]
+    """Buckets of the parameters that each module's hook gathers."""
+
+
+_MODULE_OF = {
+    "word_embeddings": "embedding",
+    "position_embeddings": "embedding",
+    "final_norm_weight": "final_norm",
+    "final_norm_bias": "final_norm",
+}
+
+
+@lru_cache(maxsize=512)
+def buckets_of(stage: Stage, with_units: bool, bucket_size: int | None, shards: int, padded: bool) -> Buckets:
+    """The stage's parameter groups as buckets."""
+    groups = parameter_groups(stage.parameters, with_units, bucket_size, shards, padded)
+    of_unit: dict[Unit, list[int]] = {}
+    of_module: dict[Unit, set[int]] = {}
+    for group in groups:
+        if group.unit is not None:
+            of_unit.setdefault(group.unit, []).append(group.index)
+        for p in group.parameters:
+            module: Unit = p.layer if p.layer is not None else _MODULE_OF.get(p.name, p.name)
+            of_module.setdefault(module, set()).add(group.index)
+    return Buckets(
+        tuple(groups),
+        {(p.layer, p.name): g for g in groups for p in g.parameters},
+        of_unit,
+        {module: sorted(indices) for module, indices in of_module.items()},
+    )
 
 
 def parameter_groups(

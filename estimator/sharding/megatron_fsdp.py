@@ -18,18 +18,12 @@ from estimator.components import (
 from estimator.job.settings import DTYPE_BYTES, Settings
 from estimator.model.parameters import Parameter
 from estimator.sharding.base import SIDE, Stage, Strategy, Unit
-from estimator.sharding.fsdp_groups import Group, parameter_groups
+from estimator.sharding.fsdp_groups import Group, buckets_of
 from estimator.timeline import COMPUTE, GATHER
 
 MIN_COMMUNICATION_UNIT = 1_000_000_000
 """Elements; megatron_fsdp.py:438-440 says "cap" and takes the maximum."""
 
-_MODULE_OF = {
-    "word_embeddings": "embedding",
-    "position_embeddings": "embedding",
-    "final_norm_weight": "final_norm",
-    "final_norm_bias": "final_norm",
-}
 _VOCABULARY_TABLES = ("word_embeddings", "output_layer", "position_embeddings")
 
 
@@ -46,15 +40,11 @@ class MegatronFsdp(Strategy):
         self.states_sharded = self.name != "no_shard"
         self.out_of_place_residual = self.weights_sharded
         self.acts_in_backward = self.grads_sharded
-        self.groups = parameter_groups(
-            stage.parameters, self.weights_sharded, sharding.bucket_size, self.state_shards, padded=self.states_sharded
+        buckets = buckets_of(
+            stage, self.weights_sharded, sharding.bucket_size, self.state_shards, padded=self.states_sharded
         )
-        self.group_of = {(p.layer, p.name): g for g in self.groups for p in g.parameters}
-        self.unit_groups: dict[Unit, list[int]] = {}
-        for g in self.groups:
-            if g.unit is not None:
-                self.unit_groups.setdefault(g.unit, []).append(g.index)
-        self.module_buckets = self._buckets_by_module()
+        self.groups, self.group_of = buckets.groups, buckets.group_of
+        self.unit_groups, self.module_buckets = buckets.of_unit, buckets.of_module
         self.sizes = [g.size for g in self.groups]
         self.queued = 0
         self.queue_capacity = self._communication_unit()
@@ -215,14 +205,6 @@ class MegatronFsdp(Strategy):
         for index in sorted(buckets):
             if index not in self.ready:
                 self._gather(index)
-
-    def _buckets_by_module(self) -> dict[Unit, list[int]]:
-        """Buckets of the parameters that each module's hook gathers."""
-        modules: dict[Unit, set[int]] = {}
-        for (layer, name), group in self.group_of.items():
-            module: Unit = layer if layer is not None else _MODULE_OF.get(name, name)
-            modules.setdefault(module, set()).add(group.index)
-        return {module: sorted(indices) for module, indices in modules.items()}
 
     def before_forward(self, unit: Unit) -> None:
         """Modules outside of units prefetch only before the first backward: afterwards nothing takes them out of the

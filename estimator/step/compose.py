@@ -8,7 +8,6 @@ steady_forward_backward, steady_optimizer_step.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 from estimator.job.settings import BatchSettings, Settings
@@ -16,15 +15,15 @@ from estimator.layout import ChunkShare, StageShare, stage_shares
 from estimator.model.embedding import embedding_program
 from estimator.model.head import head_program
 from estimator.model.layer import discarded_forward, layer_program
-from estimator.model.parameters import Parameter
 from estimator.model.program import GradReady, NeedsMainGrad, Program, Step
 from estimator.model.shapes import Shapes, shapes_of
 from estimator.schedule import Action, pipeline_order
 from estimator.schedule.actions import BACKWARD, DROP, FORWARD, INPUT, OUTPUT, RECEIVE
-from estimator.sharding.base import Stage, Unit
+from estimator.sharding.base import Unit
 from estimator.sharding.table import strategy_for
+from estimator.step.counting import Counter, CountingScribe, CountingTimeline
 from estimator.step.first_use import FirstUse, block_of
-from estimator.step.model_chunk import ModelChunk, in_this_rank, layers_in_fp8, parameters_by_chunk, transfer_blocks
+from estimator.step.model_chunk import ModelChunk, by_name, in_this_rank, layers_in_fp8, stage_of, transfer_blocks
 from estimator.step.recompute import recompute_chunks
 from estimator.timeline import Block, Timeline
 
@@ -57,11 +56,11 @@ def steady_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hoppe
         micro = settings.batch.micro_batch_size
         settings = replace(settings, batch=BatchSettings(micro, micro * settings.parallel.data_parallel_size))
     share = stage_shares(settings.model, settings.parallel)[pipeline_rank]
-    composer = _Composer(settings, share, gpu_family)
+    composer = _CountingComposer(settings, share, gpu_family)
     composer.build()
     composer.leave_first_iteration()
     composer.iteration("steady", first=False)
-    return max(phase.peak_bytes for phase in composer.timeline.phases()[-2:])
+    return composer.counter.peak
 
 
 class _Composer:
@@ -69,19 +68,10 @@ class _Composer:
         self.settings, self.share, self.gpu_family = settings, share, gpu_family
         self.x: Shapes = shapes_of(settings, gpu_family)
         model = settings.model
-        by_chunk = parameters_by_chunk(model, settings.parallel.tensor_model_parallel_size, share)
-        self.parameters = tuple(itertools.chain.from_iterable(by_chunk))
-        self.by_name: dict[tuple[int | None, str], Parameter] = {(p.layer, p.name): p for p in self.parameters}
+        stage = stage_of(model, settings.parallel.tensor_model_parallel_size, share, self.x)
+        self.parameters = stage.parameters
+        self.by_name = by_name(stage)
         self.fp8_layers = layers_in_fp8(model, share)
-        primary = self.fp8_layers if model.fp8 and model.fp8.primary_weights else frozenset()
-        stage = Stage(
-            self.parameters,
-            share.pipeline_rank,
-            self.x.element_bytes,
-            tuple(map(len, by_chunk)),
-            primary,
-            self.x.fp8_transposes,
-        )
         self.strategy = strategy_for(settings, stage)
         self.timeline = Timeline()
         self.chunks = [self._chunk(chunk) for chunk in share.chunks]
@@ -92,6 +82,8 @@ class _Composer:
         self.in_bf16 = replace(self.x, fp8=None)
         rotary = model.position_embedding_type in ("rope", "yarn")
         self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family)
+        if self.strategy.fused_wgrad:
+            self.first_use.await_placeholders(self.parameters)
         if model.fp8 and not model.fp8.primary_weights:
             self.first_use.expect_fp8_copies(self.parameters, self.fp8_layers)
         self.left: dict[int, tuple[object, ...]] = {}
@@ -288,6 +280,8 @@ class _Composer:
         layer = unit if isinstance(unit, int) else None
         for step in program.backward:
             self._step(step, layer, scope)
+        if self.first_use and self.first_use.done:
+            self.first_use = None
 
     def _step(self, step: Step, layer: int | None, scope: tuple[object, ...]) -> None:
         if isinstance(step, Block):
@@ -305,3 +299,33 @@ class _Composer:
         elif isinstance(step, GradReady):
             self.strategy.grad_ready(parameter)
         self._sync("gradient")
+
+
+class _CountingComposer(_Composer):
+    """Counts the steady iteration instead of writing it down: what a strategy does counts when it does it."""
+
+    def __init__(self, settings: Settings, share: StageShare, gpu_family: str) -> None:
+        super().__init__(settings, share, gpu_family)
+        self.counter = Counter()
+        self.timeline = CountingTimeline(self.counter)
+        self.strategy.s = CountingScribe(self.counter)
+
+    def _sync(self, name: str) -> None:
+        return
+
+    def _run(self, block: Block, scope: tuple[object, ...]) -> None:
+        self.timeline.run(block, scope)
+
+    def _steps(self, program: Program, unit: Unit, scope: tuple[object, ...]) -> None:
+        strategy, run = self.strategy, self.timeline.run
+        if not strategy.acts_in_backward:
+            run(program.whole_backward, scope)
+            return
+        layer = unit if isinstance(unit, int) else None
+        for step in program.backward:
+            if isinstance(step, Block):
+                run(step, scope)
+            elif isinstance(step, NeedsMainGrad):
+                strategy.needs_main_grad(self.by_name[layer, step.parameter])
+            else:
+                strategy.grad_ready(self.by_name[layer, step.parameter])

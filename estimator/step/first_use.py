@@ -48,12 +48,15 @@ class FirstUse:
     def __init__(self, x: Shapes, share: StageShare, rotary: bool, gpu_family: str) -> None:
         self.x = x
         self._seen: set[tuple[int, int]] = set()
+        self._awaited: set[tuple[int, int]] = set()
         torch_bytes = TORCH_CUBLAS_BYTES.get(gpu_family, TORCH_CUBLAS_DEFAULT_BYTES)
         te_bytes = TE_CUBLAS_BYTES.get(gpu_family, TE_CUBLAS_DEFAULT_BYTES)
         self._rotary = Lasting("rotary_table", x.sequence * x.rotary_dim * 4, WORKSPACES)
         self._without_table = {c.index for c in share.chunks} if rotary else set()
         self._after: dict[str, Lasting] = {}
         self._fp8_copies: dict[int, list[Parameter]] = {}
+        self._names: dict[int, tuple[Block, frozenset[str]]] = {}
+        """By identity of a block, which is kept so that it stays one: the buffers that it makes or frees."""
         if share.num_layers:
             te_cublas = Lasting("te_cublas", te_bytes, WORKSPACES)
             self._after["qkv_norm_output"] = te_cublas
@@ -64,6 +67,15 @@ class FirstUse:
             self._after["head_input_grad"] = Lasting("torch_cublas_backward", torch_bytes, WORKSPACES)
             if x.sequence_parallel:
                 self._after["final_norm_output"] = Lasting("global_gather", x.gathered_hidden, WORKSPACES)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been handed out."""
+        return not (self._after or self._without_table or self._fp8_copies or self._awaited)
+
+    def await_placeholders(self, parameters: tuple[Parameter, ...]) -> None:
+        """These parameters' gradients will be asked for (gradient accumulation fusion)."""
+        self._awaited = {(p.num_elements, p.row_size) for p in parameters if p.fused_gradient}
 
     def rotary_of(self, chunk: int) -> Block | None:
         """The table that a model chunk makes in its first forward: each caches its own."""
@@ -92,6 +104,7 @@ class FirstUse:
         if not parameter.fused_gradient or shape in self._seen:
             return None
         self._seen.add(shape)
+        self._awaited.discard(shape)
         name = f"wgrad_dummy/{parameter.name}/{parameter.layer}"
         lasting = Lasting(name, parameter.num_elements * self.x.element_bytes, WGRAD_DUMMIES)
         trigger = _AFTER_WGRAD.get(parameter.name)
@@ -104,9 +117,9 @@ class FirstUse:
         """The block in parts, each with the lasting buffer that follows it."""
         parts: list[tuple[Block, Lasting | None]] = []
         while self._after:
-            trigger = next((op.name for op in block.ops if op.name in self._after), None)
-            if trigger is None:
+            if self._after.keys().isdisjoint(self._names_of(block)):
                 break
+            trigger = next(op.name for op in block.ops if op.name in self._after)
             head, block = block.split_after(trigger)
             lasting = self._after.pop(trigger)
             if lasting in self._after.values():
@@ -114,6 +127,12 @@ class FirstUse:
             parts.append((head, lasting))
         parts.append((block, None))
         return parts
+
+    def _names_of(self, block: Block) -> frozenset[str]:
+        known = self._names.get(id(block))
+        if known is None:
+            known = self._names[id(block)] = (block, frozenset(op.name for op in block.ops))
+        return known[1]
 
     def remaining(self, parameters: tuple[Parameter, ...], placeholders: bool) -> Block:
         """Everything at once: what a first iteration would have left behind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ from estimator.layout import ChunkShare, StageShare
 from estimator.model.parameters import Parameter, stage_parameters
 from estimator.model.program import Program
 from estimator.model.shapes import Shapes
+from estimator.sharding.base import Stage
 from estimator.step.recompute import Chunk
 from estimator.timeline import Block, Scribe, rounded
 
@@ -76,6 +78,27 @@ def parameters_by_chunk(
 ) -> tuple[tuple[Parameter, ...], ...]:
     """Parameters of every chunk of a rank; a tied table is used by one chunk as embedding, by another as output."""
     return tuple(chunk_parameters(model, tensor_parallel, chunk) for chunk in share.chunks)
+
+
+@lru_cache(maxsize=256)
+def stage_of(model: ModelSettings, tensor_parallel: int, share: StageShare, x: Shapes) -> Stage:
+    """What the rank holds, for its strategy; the same object for all settings that do not move parameters."""
+    by_chunk = parameters_by_chunk(model, tensor_parallel, share)
+    primary = layers_in_fp8(model, share) if model.fp8 and model.fp8.primary_weights else frozenset()
+    return Stage(
+        tuple(itertools.chain.from_iterable(by_chunk)),
+        share.pipeline_rank,
+        x.element_bytes,
+        tuple(map(len, by_chunk)),
+        primary,
+        x.fp8_transposes,
+    )
+
+
+@lru_cache(maxsize=256)
+def by_name(stage: Stage) -> dict[tuple[int | None, str], Parameter]:
+    """Parameters by layer and name; never changed."""
+    return {(p.layer, p.name): p for p in stage.parameters}
 
 
 @lru_cache(maxsize=512)

@@ -38,6 +38,18 @@ def test_an_estimate_adds_up(client: TestClient, body: dict[str, Any]) -> None:
     assert answer["required_bytes"] > answer["usable_bytes"]
 
 
+def test_without_survival_there_is_a_bound_and_no_verdict_of_fit(client: TestClient, body: dict[str, Any]) -> None:
+    whole = client.post("/estimate", json=body).json()
+    quick = client.post("/estimate", json=body | {"survival": False}).json()
+    assert (quick["survival_bytes"], quick["fit_probability"], quick["headroom_bytes"]) == (None, None, None)
+    assert quick["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
+    assert quick["usable_bytes"] < quick["required_bytes"] <= whole["required_bytes"]
+    assert quick["fits"] is False  # the bound alone says so
+    assert "lower bound" in quick["assumptions"][0]
+    roomy = body | {"cluster": {"gpu": "b300", "num_gpus": 2}, "survival": False}
+    assert client.post("/estimate", json=roomy).json()["fits"] is None
+
+
 def test_a_recommendation_is_kept_as_it_was_sent(own_client: TestClient, body: dict[str, Any]) -> None:
     made = own_client.post("/recommend", json=body)
     address = made.headers["content-location"]

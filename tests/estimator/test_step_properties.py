@@ -24,6 +24,7 @@ from estimator.job.settings import (
 from estimator.layout import stage_shares
 from estimator.search.bound import lower_bound
 from estimator.step import steady_peak, step_timeline
+from estimator.step.compose import _Composer, _CountingComposer
 
 STRATEGIES = ("ddp", "distopt", "no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -140,6 +141,25 @@ def test_every_timeline_is_consistent(job: Settings) -> None:
         end = phases["steady_optimizer_step"].allocated_bytes
         assert end == phases["first_optimizer_step"].allocated_bytes
         assert steady_peak(job, share.pipeline_rank) <= worst.peak_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(jobs())
+def test_counting_and_writing_down_agree(job: Settings) -> None:
+    """The search's counter runs the same composer and strategy as the timeline."""
+    for share in stage_shares(job.model, job.parallel):
+        found = []
+        for kind in (_Composer, _CountingComposer):
+            composer = kind(job, share, "hopper")
+            composer.build()
+            composer.leave_first_iteration()
+            composer.iteration("steady", first=False)
+            found.append(composer)
+        written, counted = found
+        assert isinstance(counted, _CountingComposer)
+        steady = written.timeline.phases()[-2:]
+        assert counted.counter.peak == max(p.peak_bytes for p in steady)
+        assert counted.counter.running == steady[-1].allocated_bytes
 
 
 @settings(max_examples=100, deadline=None)
