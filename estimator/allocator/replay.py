@@ -142,7 +142,7 @@ def replay(
     )
 
 
-def survival(trace: Trace, settings: AllocatorSettings, *, device_cap: bool = False, tolerance: float = 0.002) -> int:
+def survival(trace: Trace, settings: AllocatorSettings, *, device_cap: bool = False, tolerance: float = 0.0025) -> int:
     """The smallest limit in bytes under which ``trace`` runs to its end, bisected to ``tolerance``.
 
     What a replay shows narrows the search beyond the halving: one that survives would do the same down to
