@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # modules that several tests here share
 SCRIPTS = HERE.parent.parent / "scripts"
 ENVIRONMENT = {"RANK": "0", "LOCAL_RANK": "0"}
 CLEARED = ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_CPU_OFFLOAD_V1", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -110,11 +112,14 @@ def environment(world_size: int, env: Mapping[str, str | None]) -> Iterator[None
         os.environ.update(before)
 
 
-@pytest.fixture(scope="session")
-def bridge(tmp_path_factory: pytest.TempPathFactory) -> RealBridge:
-    """The real package, imported once for the session."""
-    folder = tmp_path_factory.mktemp("bridge")
+def load_bridge(folder: Path) -> RealBridge:
+    """The real package, imported; ``folder`` takes what it reads and writes.
+
+    OOMBUDSMAN_HF_CONFIGS names a folder with more ``ORG/NAME/config.json`` files.
+    """
     write_hf_configs(folder / "hf")
+    if more := os.environ.get("OOMBUDSMAN_HF_CONFIGS"):
+        shutil.copytree(more, folder / "hf", dirs_exist_ok=True)
     sys.path.insert(0, str(SCRIPTS))
     try:
         catalogue = importlib.import_module("regenerate_catalog")
@@ -122,3 +127,9 @@ def bridge(tmp_path_factory: pytest.TempPathFactory) -> RealBridge:
     finally:
         sys.path.remove(str(SCRIPTS))
     return RealBridge(folder, catalogue)
+
+
+@pytest.fixture(scope="session")
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> RealBridge:
+    """The real package, imported once for the session."""
+    return load_bridge(tmp_path_factory.mktemp("bridge"))
