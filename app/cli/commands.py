@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -170,6 +171,29 @@ def database_upgrade() -> None:
     from app.cli.database import upgrade
 
     typer.echo(upgrade())
+
+
+@application.command()
+def validate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lines as the profiler writes them")],
+    as_json: o.AsJson = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown")] = False,
+) -> None:
+    """How far the estimate is from runs that were measured: errors by group, and the runs furthest off."""
+    from app.cli.validation import as_plain, print_summary, rows_of
+    from estimator.validation import as_markdown, summarise
+
+    with explained(as_json):
+        rows = rows_of(files, progress=sys.stderr.isatty() and not as_json)
+    summary = summarise(rows)
+    if as_json:
+        from app.services import answers
+
+        _print_json(answers.encode(as_plain(rows, summary)))
+    elif markdown:
+        typer.echo(as_markdown(summary))
+    else:
+        print_summary(summary)
 
 
 @application.command()

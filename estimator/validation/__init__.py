@@ -1,0 +1,16 @@
+"""How far the estimate is from what was measured: records in, errors by group out."""
+
+from estimator.validation.comparison import Row, compare_record
+from estimator.validation.records import RecordError, read_records
+from estimator.validation.summary import QUANTITIES, Summary, as_markdown, summarise
+
+__all__ = [
+    "QUANTITIES",
+    "RecordError",
+    "Row",
+    "Summary",
+    "as_markdown",
+    "compare_record",
+    "read_records",
+    "summarise",
+]
