@@ -387,6 +387,14 @@ KINDS: tuple[Kind, ...] = (
         "PyTorch c10/cuda/CUDAMallocAsyncAllocator.cpp",
     ),
     _kind(
+        "clone_oom",
+        "gpu",
+        r"Failed to clone\(\) tensor",
+        "checkpoint_save",
+        "a tensor could not be cloned while the checkpoint was gathered: the file is incomplete",
+        "torch/distributed/fsdp/_state_dict_utils.py",
+    ),
+    _kind(
         "torch_oom",
         "gpu",
         r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS|MLU) out of memory\b",
@@ -430,14 +438,6 @@ KINDS: tuple[Kind, ...] = (
         "the framework's allocator ran out of GPU memory; the message is cut off",
         _PYTORCH,
     ),
-    _kind(
-        "clone_oom",
-        "gpu",
-        r"Failed to clone\(\) tensor",
-        "checkpoint_save",
-        "a tensor could not be cloned while the checkpoint was gathered: the file is incomplete",
-        "torch/distributed/fsdp/_state_dict_utils.py",
-    ),
     # ------------------------------------------------------------------ warnings
     _kind(
         "cache_flushes",
@@ -467,6 +467,7 @@ KINDS: tuple[Kind, ...] = (
         "this rank waited for another that had stopped",
         "PyTorch ProcessGroupNCCL",
     ),
+    _kind("time_limit", "other", r"DUE TO TIME LIMIT", "not_out_of_memory", "the job reached its time limit", "Slurm"),
     _kind(
         "terminated",
         "noise",
@@ -486,7 +487,6 @@ KINDS: tuple[Kind, ...] = (
         "a kernel read or wrote outside its tensors: not a lack of memory",
         "CUDA runtime",
     ),
-    _kind("time_limit", "other", r"DUE TO TIME LIMIT", "not_out_of_memory", "the job reached its time limit", "Slurm"),
     _kind(
         "shape_error",
         "other",
