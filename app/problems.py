@@ -48,6 +48,7 @@ KINDS: Mapping[str, Kind] = {
     "body-too-large": Kind(413, "The body is too large", "Each route has its own limit."),
     "unsupported-media-type": Kind(415, "The body must be JSON", "Send Content-Type: application/json."),
     "http-error": Kind(400, "The request was refused", "See the status."),
+    "storage-full": Kind(507, "There is no room for the upload", "Uploads have a quota and expire: try again later."),
     "internal-error": Kind(500, "Something went wrong here", "It is not your request. The log has the request id."),
     "unavailable": Kind(503, "The database cannot be reached", "Nothing was stored. Try again in a moment."),
 }

@@ -133,7 +133,7 @@ class EstimateBody(Body):
 
 
 class RecommendBody(Body):
-    """Body of POST /recommend."""
+    """Body of POST /recommend. A job that says neither recipe nor config is taken from the evidence."""
 
     job: Job
     cluster: Cluster
@@ -142,15 +142,25 @@ class RecommendBody(Body):
     evidence: Evidence = Field(default_factory=Evidence)
     constraints: Constraints = Field(default_factory=Constraints)
 
-    def to_request(self) -> RecommendRequest:
+    def to_request(self, evidence: Any = None) -> RecommendRequest:
+        """``evidence``: what ``self.evidence`` refers to, as the service read it."""
         allow = self.constraints.allow
         return RecommendRequest(
             job=self.job.to_request(),
             cluster=self.cluster.to_request(),
             stack=self.stack,
             min_fit_probability=self.min_fit_probability,
-            evidence_log=self.evidence.log,
-            evidence_id=self.evidence.evidence_id,
+            evidence=evidence,
             allow=None if allow is None else tuple(allow),
             max_recommendations=self.constraints.max_recommendations,
         )
+
+
+class DiagnoseBody(Body):
+    """Body of POST /diagnose: a pasted text, an upload, or both; job and cluster where they are known."""
+
+    log: Text | None = Field(default=None, description="An out-of-memory text, a log, run_config.yaml")
+    evidence_id: Name | None = Field(default=None, description="An upload of POST /evidence")
+    job: Job | None = None
+    cluster: Cluster | None = None
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")

@@ -35,6 +35,14 @@ class Settings(BaseSettings):
     max_recommend_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Larger than an estimate's: a pasted log may come with it."""
 
+    max_evidence_body_bytes: int = Field(default=600 * MIB, ge=1024)
+    """One upload: a log or a memory snapshot."""
+    evidence_quota_bytes: int = Field(default=5 * 1024 * MIB, ge=1024)
+    """All uploads together."""
+    evidence_ttl_seconds: int = Field(default=24 * 3600, ge=60, le=366 * 86400)
+    evidence_dir: Path | None = None
+    """Folder of uploads, None = ``evidence`` in ``data_dir``; replicas share one."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
 

@@ -8,12 +8,13 @@ from typing import Any
 from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION, words
 from estimator.changes import FAMILIES
 from estimator.cluster import Cluster, resolve_cluster
+from estimator.diagnose import Diagnosis, diagnose
 from estimator.errors import FieldProblem, JobError
 from estimator.estimate import SCALED, Estimate, estimate
 from estimator.job.settings import Stack
 from estimator.reading import ReadJob, read_job, read_stack
 from estimator.render import advise, render_override
-from estimator.requests import EstimateRequest, RecommendRequest
+from estimator.requests import EstimateRequest, JobRequest, RecommendRequest
 from estimator.search import DEFAULT_FAMILIES, Candidate, SearchResult, search
 from estimator.survival import SETTINGS
 
@@ -57,47 +58,106 @@ def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
     wanted = _bounded("constraints.max_recommendations", request.max_recommendations, 1, MAX_RECOMMENDATIONS)
     cluster = resolve_cluster(request.cluster)
     stack = read_stack(request.stack)
+    seen = _diagnosis(request)
+    if seen is not None and (seen.outcome == "not_gpu_memory" or _says_nothing(request.job)):
+        if seen.outcome == "not_gpu_memory" or seen.proposal.job is None:
+            return _without_a_job(seen)
+        request = replace(request, job=seen.proposal.job)
     job = read_job(request.job, cluster, stack)
-    answer = _empty_answer(job, request)
+    answer = _empty_answer(job)
     current = estimate(job.settings, cluster, request.min_fit_probability) if job.laid_out else None
+    prefer = seen.advice.families_first if seen is not None else ()
     if current is not None:
         answer["current"] = {**current.as_dict(), "problems": answer["problems"]}
         if current.verdict.fits and not job.errors:
-            return _fits_already(answer, current)
-    found = search(job, cluster, stack, allow, request.min_fit_probability, wanted)
+            _fits_already(answer, current)
+            if seen is not None and seen.outcome == "gpu_memory":
+                if seen.advice.search and prefer:
+                    found = search(job, cluster, stack, allow, request.min_fit_probability, wanted, prefer)
+                    answer["recommendations"] = _recommendations(found, job, cluster, stack)
+                answer["diagnosis"] = _seen(seen, words.fits_but_failed(current))
+            return answer
+    found = search(job, cluster, stack, allow, request.min_fit_probability, wanted, prefer)
     if not found.fitting:
         if current is None:
             return _cannot_lay_out(answer, job)
-        return _nothing_fits(answer, current, found, job, request, stack, allow)
+        _nothing_fits(answer, current, found, job, request, stack, allow)
+        if seen is not None and seen.outcome == "gpu_memory":
+            answer["diagnosis"] = _seen(seen, answer["diagnosis"]["summary"])
+        return answer
     answer["outcome"] = "recommended"
-    answer["recommendations"] = [
-        _recommendation(rank, candidate, job, cluster, stack) for rank, candidate in enumerate(found.fitting, 1)
-    ]
+    answer["recommendations"] = _recommendations(found, job, cluster, stack)
     sentences = [words.current_sentence(current)] if current is not None else []
     sentences += [p.message for p in job.errors[:1]]
     sentences.append(words.recommendation_sentences(found.fitting))
     answer["diagnosis"]["summary"] = " ".join(sentences)
     answer["diagnosis"]["causes"] = _causes(current, job)
     answer["search"] = _search_facts(found)
+    if seen is not None and seen.outcome == "gpu_memory":
+        answer["diagnosis"] = _seen(seen, answer["diagnosis"]["summary"])
     return answer
 
 
-def _empty_answer(job: ReadJob, request: RecommendRequest) -> dict[str, Any]:
-    assumptions = list(job.assumptions)
-    if request.evidence_log or request.evidence_id:
-        assumptions.append("the evidence was not read: this version answers from the job alone")
+def _diagnosis(request: RecommendRequest) -> Diagnosis | None:
+    """What the evidence says about the job that is asked about, or about its own."""
+    if request.evidence is None:
+        return None
+    job = None if _says_nothing(request.job) else request.job
+    return diagnose(request.evidence, job, request.cluster, request.stack)
+
+
+def _says_nothing(job: JobRequest) -> bool:
+    return not (job.recipe or job.config)
+
+
+def _without_a_job(seen: Diagnosis) -> dict[str, Any]:
+    """No setting of the GPU helps, or the evidence does not tell enough of the job: no estimate, no recommendation."""
+    needs_input = seen.outcome != "not_gpu_memory"
+    return {
+        **_blank(),
+        "outcome": "needs_input" if needs_input else "not_gpu_memory",
+        "missing": [m.as_dict() for m in seen.missing] if needs_input else [],
+        "diagnosis": _seen(seen, ""),
+        "assumptions": list(seen.proposal.notes),
+    }
+
+
+def _seen(seen: Diagnosis, more: str) -> dict[str, Any]:
+    """The diagnosis of the evidence, then what the estimate adds."""
+    return {
+        **seen.brief(),
+        "summary": " ".join(part for part in (seen.summary, *seen.advice.actions[:1], more) if part),
+        "advice": seen.advice.as_dict(),
+        "questions": list(seen.questions),
+        "failure": seen.evidence.first.as_dict() if seen.evidence.first else None,
+    }
+
+
+def _recommendations(found: SearchResult, job: ReadJob, cluster: Cluster, stack: Stack) -> list[dict[str, Any]]:
+    return [_recommendation(rank, candidate, job, cluster, stack) for rank, candidate in enumerate(found.fitting, 1)]
+
+
+def _empty_answer(job: ReadJob) -> dict[str, Any]:
+    return {
+        **_blank(),
+        "problems": [p.as_dict() for p in job.problems],
+        "assumptions": list(job.assumptions),
+    }
+
+
+def _blank() -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "estimator_version": ESTIMATOR_VERSION,
         "calibration_id": None,
         "outcome": "needs_input",
         "current": None,
-        "problems": [p.as_dict() for p in job.problems],
+        "problems": [],
         "missing": [],
         "diagnosis": {"summary": "", "causes": []},
         "recommendations": [],
         "alternatives": [],
-        "assumptions": assumptions,
+        "assumptions": [],
     }
 
 
@@ -112,14 +172,13 @@ def _cannot_lay_out(answer: dict[str, Any], job: ReadJob) -> dict[str, Any]:
     return answer
 
 
-def _fits_already(answer: dict[str, Any], current: Estimate) -> dict[str, Any]:
+def _fits_already(answer: dict[str, Any], current: Estimate) -> None:
     answer["outcome"] = "fits_already"
     answer["diagnosis"]["summary"] = (
         f"{words.current_sentence(current)} That fits (probability {current.verdict.probability:.3f}), so an "
         "out-of-memory error must have another cause. Look for another process on the card, a longer sequence or "
         "larger batch than configured, memory outside the allocator, evaluation or a checkpoint being saved."
     )
-    return answer
 
 
 def _nothing_fits(
@@ -130,7 +189,7 @@ def _nothing_fits(
     request: RecommendRequest,
     stack: Stack,
     allow: frozenset[str],
-) -> dict[str, Any]:
+) -> None:
     answer["outcome"] = "nothing_fits"
     answer["search"] = _search_facts(found)
     room = current.cluster.usable_bytes
@@ -151,7 +210,6 @@ def _nothing_fits(
     )
     answer["diagnosis"]["summary"] = f"{words.current_sentence(current)} Nothing fits. {by}{what}"
     answer["diagnosis"]["causes"] = _causes(current, job)
-    return answer
 
 
 def _gpus_that_fit(request: RecommendRequest, stack: Stack, allow: frozenset[str]) -> int | None:

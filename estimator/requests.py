@@ -58,10 +58,8 @@ class RecommendRequest:
     cluster: ClusterRequest
     stack: Mapping[str, str] = field(default_factory=dict)
     min_fit_probability: float = 0.99
-    evidence_log: str | None = None
-    """The pasted log or out-of-memory text."""
-    evidence_id: str | None = None
-    """Evidence that was uploaded before."""
+    evidence: Any = None
+    """What the failed run left, as ``estimator.diagnose`` reads it: an ``Evidence``, or None."""
     allow: tuple[str, ...] | None = None
     """Families of changes that the user allows beside the harmless ones; None = the default set."""
     max_recommendations: int = 5

@@ -48,6 +48,15 @@ def current_sentence(estimate: Estimate) -> str:
     )
 
 
+def fits_but_failed(estimate: Estimate) -> str:
+    """Evidence shows a failure of a job that fits by the estimate."""
+    need, room = gib(estimate.required_bytes()), gib(estimate.cluster.usable_bytes)
+    return (
+        f"By the estimate the job needs {need} of {room} and fits (probability {estimate.verdict.probability:.3f}): "
+        "what ran differs from this job, or the cause lies outside of it."
+    )
+
+
 def title(candidate: Candidate) -> str:
     """What changes, in a few words."""
     parts = []

@@ -97,6 +97,39 @@ class Diagnosis(Answer):
     causes: list[Cause]
 
 
+class Fact(Answer):
+    name: str
+    value: Any = Field(description="null = the text says that it is not known")
+    line: int
+    text: str
+
+
+class DiagnoseAnswer(Answer):
+    """Why a run failed: causes by confidence, with the lines that speak for them."""
+
+    outcome: str = Field(description="gpu_memory | not_gpu_memory | needs_input")
+    summary: str
+    causes: list[Cause]
+    failure: Any
+    facts: list[Fact]
+    prediction: list[Any] = Field(description="The estimate for that job, rank and phase beside what the text says")
+    questions: list[str]
+    missing: list[Missing]
+    job: Any = Field(description="What the text says of the job, in the shape of a request")
+    cluster: Any
+    advice: Any
+    notes: list[str]
+    schema_version: str
+
+
+class EvidenceAnswer(Answer):
+    evidence_id: str
+    kind: str = Field(description="text | snapshot")
+    size_bytes: int
+    expires_at: str
+    schema_version: str
+
+
 class OverrideAnswer(Answer):
     """The same changes in each form; a form that cannot say them is null, with the reason beside it."""
 

@@ -116,6 +116,33 @@ def estimate(
     print_estimate(answer, body.model_dump(exclude_unset=True))
 
 
+@application.command()
+def diagnose(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Logs, error texts, memory snapshots")],
+    recipe: o.Recipe = None,
+    module: o.Module = None,
+    config: o.Config = None,
+    override: o.Overrides = None,
+    stack: o.Stack = None,
+    gpu: o.Gpu = None,
+    num_gpus: o.NumGpus = None,
+    gpus_per_node: o.GpusPerNode = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """Why a run failed, from its log, error text or memory snapshot; the job is read from the log where it is there."""
+    from app.cli.diagnosis import answer_of, known_body, print_diagnosis
+    from app.services import answers
+
+    with explained(as_json):
+        known = known_body(recipe, module, config, override, stack, gpu, num_gpus, gpus_per_node)
+        found = [(path, answer_of(path, known)) for path in files]
+    for path, answer in found:
+        if as_json:
+            _print_json(answers.encode(answer))
+        else:
+            print_diagnosis(str(path), answer)
+
+
 @application.command("show")
 def show_kept(
     recommendation_id: Annotated[str, typer.Argument(metavar="ID", help="As printed when it was made")],

@@ -8,6 +8,7 @@ import secrets
 from typing import Any
 
 from app.schemas import EstimateBody, RecommendBody
+from app.settings import Settings, get_settings
 
 
 def estimate(body: EstimateBody) -> dict[str, Any]:
@@ -17,11 +18,12 @@ def estimate(body: EstimateBody) -> dict[str, Any]:
     return estimate_answer(body.to_request())
 
 
-def recommend(body: RecommendBody) -> dict[str, Any]:
+def recommend(body: RecommendBody, settings: Settings | None = None) -> dict[str, Any]:
     """The answer of POST /recommend with its own new id; not stored yet. Raises JobError, NotModelled."""
+    from app.services.diagnosis import evidence_of
     from estimator.answers import recommend_answer
 
-    answer = recommend_answer(body.to_request())
+    answer = recommend_answer(body.to_request(evidence_of(body.evidence, settings or get_settings())))
     identity = {"id": new_id(), "created_at": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds")}
     return identity | {name: value for name, value in answer.items() if name not in identity}
 

@@ -153,6 +153,27 @@ def diagnose(
     )
 
 
+def predicted_components(
+    job: JobRequest | None, cluster: ClusterRequest | None, stack: Mapping[str, str] | None = None
+) -> dict[str, int]:
+    """Bytes by component at the estimate's peak of the worst pipeline rank; empty where the job is not known, cannot be
+    laid out or is not modelled."""
+    if job is None or cluster is None:
+        return {}
+    try:
+        known = resolve_cluster(cluster)
+        read = read_job(job, known, read_stack(stack or {}))
+        if not read.laid_out:
+            return {}
+        stages = range(read.settings.parallel.pipeline_model_parallel_size)
+        timelines = [step_timeline(read.settings, stage, known.gpu.family).timeline for stage in stages]
+    except (EstimatorError, ValueError):
+        return {}
+    peaks = [(max(t.phases(), key=lambda phase: phase.peak_bytes), t) for t in timelines]
+    phase, timeline = max(peaks, key=lambda pair: pair[0].peak_bytes)
+    return timeline.components_at_peak(phase)
+
+
 def _estimated(proposal: Proposal, first: Failure, stack: Mapping[str, str]) -> _Job:
     """The timeline of the rank that failed, as far as job and cluster are known."""
     known = _Job()

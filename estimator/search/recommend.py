@@ -69,8 +69,10 @@ def search(
     allow: Collection[str],
     min_probability: float,
     wanted: int,
+    prefer: Collection[str] = (),
 ) -> SearchResult:
-    """Candidates of the job that fit, no two of one kind (strategy, layout, kind of recompute).
+    """Candidates of the job that fit, no two of one kind (strategy, layout, kind of recompute). ``prefer``: families
+    that come first among equally fast candidates, because evidence speaks for them.
 
     Step times are relative to the job's own; where that cannot be laid out, to the fastest candidate's.
     """
@@ -84,7 +86,7 @@ def search(
     cost = step_cost(settings, candidates, cluster.gpu, cluster.gpus_per_node)
     reference = float(cost.total[0] if job.laid_out else cost.total.min())
     relative = cost.total / reference
-    order = _order(candidates, relative, now, resumes(job.effective.values))
+    order = _order(candidates, relative, now, resumes(job.effective.values), prefer)
     screen = Screen(settings, cluster, min_probability, candidates)
     shows_fsdp = any(p.strategy in FSDP for p in candidates)
     fitting: list[Candidate] = []
@@ -137,8 +139,30 @@ def _num_changes(point: Point, now: Point) -> int:
     return sum(getattr(point, name) != getattr(now, name) for name in Point.__dataclass_fields__)
 
 
-def _order(candidates: list[Point], relative: np.ndarray, now: Point, loads: bool) -> list[int]:
-    """Indices, cheapest first. Candidates within 1 % of the fastest of their tie count as equally fast."""
+_FAMILY_OF = {
+    "strategy": "dp_strategy",
+    "micro_batch_size": "micro_batch",
+    "recompute": "recompute",
+    "tensor": "layout",
+    "pipeline": "layout",
+    "context": "layout",
+    "cross_entropy_te": "cross_entropy",
+    "small_communication_unit": "fsdp_buffers",
+    "expandable_segments": "allocator",
+}
+
+
+def _is_preferred(point: Point, now: Point, prefer: Collection[str]) -> bool:
+    """Whether the candidate changes nothing but families that are preferred."""
+    changed = {family for name, family in _FAMILY_OF.items() if getattr(point, name) != getattr(now, name)}
+    return bool(changed) and changed <= set(prefer)
+
+
+def _order(
+    candidates: list[Point], relative: np.ndarray, now: Point, loads: bool, prefer: Collection[str] = ()
+) -> list[int]:
+    """Indices, cheapest first. Candidates within 1 % of the fastest of their tie count as equally fast: among them
+    those that evidence speaks for, then those with fewer changes."""
     order: list[int] = []
     groups: dict[bool, list[int]] = {}
     for i, point in enumerate(candidates):
@@ -152,7 +176,13 @@ def _order(candidates: list[Point], relative: np.ndarray, now: Point, loads: boo
             while stop < len(members) and float(relative[members[stop]]) <= limit:
                 stop += 1
             tie = members[start:stop]
-            tie.sort(key=lambda i: (_num_changes(candidates[i], now), float(relative[i])))
+            tie.sort(
+                key=lambda i: (
+                    not _is_preferred(candidates[i], now, prefer),
+                    _num_changes(candidates[i], now),
+                    float(relative[i]),
+                )
+            )
             order += tie
             start = stop
     return order

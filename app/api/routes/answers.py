@@ -52,7 +52,7 @@ def build_router(settings: Settings) -> APIRouter:
     def recommend(
         body: Annotated[RecommendBody, Body(openapi_examples=_examples())], database: DatabaseDependency
     ) -> Response:
-        answer = answers.recommend(body)
+        answer = answers.recommend(body, settings)
         content = answers.encode(answer)
         storage.store(database, body, answer)
         headers = {"Content-Location": f"/recommendations/{answer['id']}", "ETag": _etag(content)}
