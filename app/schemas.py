@@ -6,7 +6,7 @@ Integers are accepted as JSON writes them (8 and 8.0 are the same number); a boo
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
 
@@ -164,3 +164,65 @@ class DiagnoseBody(Body):
     job: Job | None = None
     cluster: Cluster | None = None
     stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")
+
+
+Size = Annotated[int, Field(ge=0, le=MAX_BYTES), BeforeValidator(_whole_number)]
+
+
+class Phase(Body):
+    """Memory of one phase of a step (the closed list of the estimate, and "wrap")."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: Name
+    allocated_bytes: Size
+    peak_allocated_bytes: Size
+    peak_reserved_bytes: Size | None = None
+
+
+class Measured(Body):
+    """What was measured on one rank, over the whole life of the process."""
+
+    peak_allocated_bytes: Bytes | None = None
+    persistent_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
+    device_used_bytes: Bytes | None = None
+    step_time_seconds: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(_number)] | None = None
+    num_alloc_retries: Annotated[int, Field(ge=0, le=2**40), BeforeValidator(_whole_number)] | None = None
+
+
+class Run(Body):
+    """One measured run of one rank."""
+
+    run_id: Name
+    source: Literal["profiler", "log", "snapshot", "feedback"] = "profiler"
+    method: Literal["simulated", "real"] = "real"
+    outcome: Literal["ok", "oom", "error"] = "ok"
+    gpu: Name = Field(description="A name of GET /gpus, or an alias such as nvidia-smi's")
+    world_size: Annotated[int, Field(ge=1, le=1_000_000), BeforeValidator(_whole_number)]
+    rank: Annotated[int, Field(ge=0, le=1_000_000), BeforeValidator(_whole_number)] = 0
+    allocator: Literal["default", "expandable_segments"] = "default"
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100)
+    job: dict[str, Any] | None = Field(default=None, description="As POST /estimate takes it")
+    profile: dict[str, Any] | None = Field(default=None, description="As the profiler writes it")
+    measured: Measured = Field(default_factory=Measured)
+    phases: list[Phase] = Field(default_factory=list, max_length=100)
+    measured_at: Text | None = Field(default=None, max_length=40)
+    error: Annotated[Text, Field(max_length=20_000)] | None = None
+
+
+class RunsBody(Body):
+    """Body of POST /runs: all are stored, or none."""
+
+    runs: list[Run] = Field(min_length=1, max_length=10_000)
+
+
+class OutcomeBody(Body):
+    """Body of POST /recommendations/{id}/outcome."""
+
+    rank: Annotated[int, Field(ge=0, le=20), BeforeValidator(_whole_number)] = Field(
+        description="Which recommendation was tried; 0 = the job unchanged"
+    )
+    ran: StrictBool
+    peak: Bytes | None = Field(default=None, description="torch.cuda.max_memory_allocated() of the worst rank")
+    log: Annotated[Text, Field(max_length=1_000_000)] | None = None

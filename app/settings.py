@@ -35,6 +35,8 @@ class Settings(BaseSettings):
     max_recommend_body_bytes: int = Field(default=8 * MIB, ge=1024)
     """Larger than an estimate's: a pasted log may come with it."""
 
+    max_runs_body_bytes: int = Field(default=64 * MIB, ge=1024)
+    """Ten thousand runs of the profiler are about 60 MiB."""
     max_evidence_body_bytes: int = Field(default=600 * MIB, ge=1024)
     """One upload: a log or a memory snapshot."""
     evidence_quota_bytes: int = Field(default=5 * 1024 * MIB, ge=1024)

@@ -122,6 +122,53 @@ class DiagnoseAnswer(Answer):
     schema_version: str
 
 
+class RunAnswer(Answer):
+    """A measured run as it was sent, and what this version's estimate says of it."""
+
+    run_id: str
+    source: str
+    method: str
+    outcome: str
+    gpu: str
+    strategy: str | None
+    world_size: int
+    rank: int
+    fingerprint: str
+    stored_at: str
+    recommendation_id: str | None
+    measured: dict[str, Any] | None = None
+    predicted: dict[str, Any] | None = None
+    schema_version: str
+
+
+class RunPage(BaseModel):
+    items: list[RunAnswer]
+    limit: int
+    next_cursor: str | None
+    schema_version: str
+
+
+class RunsStored(BaseModel):
+    stored: int
+    unchanged: int = Field(description="Runs that were there already, with the same content")
+    schema_version: str
+
+
+class OutcomeAnswer(Answer):
+    run_id: str
+    stored: bool
+    outcome: str
+    measured_peak_bytes: int | None
+    predicted_peak_bytes: int | None
+    relative_error: float | None
+    schema_version: str
+
+
+class OutcomeList(BaseModel):
+    items: list[dict[str, Any]]
+    schema_version: str
+
+
 class EvidenceAnswer(Answer):
     evidence_id: str
     kind: str = Field(description="text | snapshot")

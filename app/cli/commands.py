@@ -22,6 +22,8 @@ application = typer.Typer(
 )
 database_commands = typer.Typer(help="The database.", no_args_is_help=True)
 application.add_typer(database_commands, name="db")
+run_commands = typer.Typer(help="Measured runs.", no_args_is_help=True)
+application.add_typer(run_commands, name="runs")
 
 
 @application.command()
@@ -221,6 +223,38 @@ def validate(
         typer.echo(as_markdown(summary))
     else:
         print_summary(summary)
+
+
+@run_commands.command("import")
+def runs_import(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="The profiler's JSON lines, training logs")],
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Store the other rows of a batch with a bad one")
+    ] = False,
+) -> None:
+    """Store measured runs; what is stored already is left alone, so that a broken-off import may be run again."""
+    from app.cli.runs import import_files
+
+    with explained(as_json=False):
+        typer.echo(import_files(files, keep_going))
+
+
+@run_commands.command("list")
+def runs_list(
+    gpu: o.Gpu = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+    as_json: o.AsJson = False,
+) -> None:
+    """The newest runs, with what this version's estimate says of them."""
+    from app.cli.runs import newest, print_runs
+    from app.services import answers
+
+    with explained(as_json):
+        found = newest(gpu, limit)
+    if as_json:
+        _print_json(answers.encode(found))
+    else:
+        print_runs(found)
 
 
 @application.command()

@@ -32,6 +32,13 @@ def find(recommendation_id: str) -> Recommendation | None:
         return storage.load(database, recommendation_id)
 
 
+@contextmanager
+def opened() -> Iterator[Database]:
+    """The database of the settings, at the head; raises Failure."""
+    with _opened() as database:
+        yield database
+
+
 def upgrade() -> str:
     """Migrate to the head; says what was done, or ends the program."""
     with _ending():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
-from sqlalchemy import JSON, DateTime, Index, MetaData, String, TypeDecorator
+from sqlalchemy import JSON, BigInteger, DateTime, Index, MetaData, String, TypeDecorator
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -60,3 +60,52 @@ class Recommendation(Base):
     estimator_version: Mapped[str] = mapped_column(String(64))
     calibration_id: Mapped[str | None] = mapped_column(String(64))
     schema_version: Mapped[str] = mapped_column(String(16))
+
+
+class ProfiledRun(Base):
+    """One measured run of one rank: of the profiler, a log, a snapshot or a user's feedback. Rows never change."""
+
+    __tablename__ = "profiled_runs"
+    __table_args__ = (
+        Index(None, "stored_at", "run_id"),
+        Index(None, "gpu", "stored_at", "run_id"),
+        Index(None, "strategy", "stored_at", "run_id"),
+        Index(None, "outcome", "stored_at", "run_id"),
+        Index(None, "fingerprint"),
+        Index(None, "recommendation_id"),
+    )
+
+    run_id: Mapped[str] = mapped_column(String(200), primary_key=True)
+    """Given by the client, so that sending twice stores once and repeats of a job stay apart."""
+    stored_at: Mapped[dt.datetime] = mapped_column(UtcDateTime)
+    source: Mapped[str] = mapped_column(String(16))
+    method: Mapped[str] = mapped_column(String(16))
+    outcome: Mapped[str] = mapped_column(String(16))
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    """What decides the measurement: equal for repeats."""
+    gpu: Mapped[str] = mapped_column(String(64))
+    strategy: Mapped[str | None] = mapped_column(String(32))
+    world_size: Mapped[int]
+    rank: Mapped[int]
+    allocator: Mapped[str] = mapped_column(String(32))
+    peak_allocated_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    persistent_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    peak_reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    recommendation_id: Mapped[str | None] = mapped_column(String(64))
+    """The recommendation that this run answers (feedback)."""
+    content_hash: Mapped[str] = mapped_column(String(64))
+    document: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """The run as it was sent."""
+
+
+class RunPrediction(Base):
+    """What a version of the estimator says of a fingerprint."""
+
+    __tablename__ = "run_predictions"
+
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    estimator_version: Mapped[str] = mapped_column(String(64), primary_key=True)
+    refused: Mapped[str | None] = mapped_column(String(200))
+    peak_allocated_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    persistent_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    peak_reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)

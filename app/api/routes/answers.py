@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Path, Response
 
-from app.api.answers import EstimateAnswer, RecommendAnswer
+from app.api.answers import EstimateAnswer, OutcomeAnswer, OutcomeList, RecommendAnswer
 from app.api.body import StrictRoute
 from app.api.dependencies import DatabaseDependency
 from app.api.errors import ProblemError, problem_responses
@@ -16,9 +16,10 @@ from app.api.examples import EXAMPLES
 from app.db.models import Recommendation
 from app.db.session import Database
 from app.problems import Problem
-from app.schemas import EstimateBody, RecommendBody
-from app.services import answers, storage
+from app.schemas import EstimateBody, OutcomeBody, RecommendBody
+from app.services import answers, outcomes, storage
 from app.settings import Settings
+from estimator import SCHEMA_VERSION
 from estimator.errors import FieldProblem
 
 JSON = "application/json"
@@ -85,6 +86,26 @@ def build_router(settings: Settings) -> APIRouter:
         recommendation_id: RecommendationId, database: DatabaseDependency, if_none_match: IfNoneMatch = None
     ) -> Response:
         return _immutable(_load(database, recommendation_id).request, if_none_match)
+
+    @router.post(
+        "/recommendations/{recommendation_id}/outcome",
+        summary="What became of a recommendation: it ran, or it did not",
+        max_body_size=settings.max_recommend_body_bytes,
+        responses={200: {"model": OutcomeAnswer}, **problem_responses(404, *BODY_ERRORS, 503)},
+    )
+    def report(recommendation_id: RecommendationId, body: OutcomeBody, database: DatabaseDependency) -> Response:
+        kept = _load(database, recommendation_id)
+        return Response(answers.encode(outcomes.report(database, kept, body)), media_type=JSON)
+
+    @router.get(
+        "/recommendations/{recommendation_id}/outcomes",
+        summary="What was reported of a recommendation",
+        responses={200: {"model": OutcomeList}, **problem_responses(404, 422, 500, 503)},
+    )
+    def reports(recommendation_id: RecommendationId, database: DatabaseDependency) -> Response:
+        kept = _load(database, recommendation_id)
+        found = {"items": outcomes.of(database, kept.id), "schema_version": SCHEMA_VERSION}
+        return Response(answers.encode(found), media_type=JSON)
 
     return router
 

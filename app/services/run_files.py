@@ -1,0 +1,155 @@
+"""Files with measured runs, as runs: the profiler's JSON lines, training logs, memory snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from app.problems import of_validation_error
+from app.schemas import Measured, Run
+from app.services.evidence import SNAPSHOT, kind_of
+from estimator.diagnose import file_lines, job_from_evidence, parse_evidence
+from estimator.diagnose.snapshot import SnapshotRefused, read_snapshot
+
+MAX_LINE_BYTES = 4 << 20
+_STACK = ("megatron_core", "megatron_bridge", "transformer_engine", "torch")
+
+
+class BadRow(ValueError):
+    """A row that is no run; the message names the line and what is wrong with it."""
+
+
+def read(path: Path) -> Iterator[Run | BadRow]:
+    """The runs of a file in order, a bad row in the place of what could not be read. Streams; raises OSError."""
+    with path.open("rb") as file:
+        head = file.read(64)
+    if kind_of(head) == SNAPSHOT:
+        yield _of_snapshot(path)
+    elif head.lstrip().startswith(b"{"):
+        yield from _of_records(path)
+    else:
+        yield _of_log(path)
+
+
+def _of_records(path: Path) -> Iterator[Run | BadRow]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > MAX_LINE_BYTES:
+                yield BadRow(f"{where}: the line is longer than {MAX_LINE_BYTES} bytes")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+                continue
+            if not line.strip():
+                continue
+            try:
+                document = json.loads(line)
+            except ValueError as error:
+                cut = "" if line.endswith(b"\n") else " (the last line, without its end: was the file cut?)"
+                yield BadRow(f"{where}: is not JSON{cut}: {str(error)[:80]}")
+                continue
+            yield of_record(document, where)
+
+
+def of_record(document: Any, where: str) -> Run | BadRow:
+    """A record of the profiler, or a run as POST /runs takes it."""
+    if not isinstance(document, dict):
+        return BadRow(f"{where}: is {type(document).__name__}, not an object")
+    plain = _from_profiler(document) if document.get("record_version") else document
+    try:
+        return Run.model_validate(plain)
+    except ValidationError as error:
+        problems = of_validation_error(error, Run).errors
+        return BadRow(f"{where}: " + "; ".join(f"{p.path} {p.message}" for p in problems[:5]))
+
+
+def _from_profiler(record: Mapping[str, Any]) -> dict[str, Any]:
+    gpu = record.get("gpu")
+    stack = record.get("stack")
+    measured = {name: record.get(name) for name in Measured.model_fields}
+    phases = record.get("phases")
+    return {
+        "run_id": record.get("run_id"),
+        "source": "profiler",
+        "method": record.get("method"),
+        "outcome": record.get("outcome"),
+        "gpu": gpu.get("name") if isinstance(gpu, dict) else gpu,
+        "world_size": record.get("world_size"),
+        "rank": record.get("rank"),
+        "allocator": record.get("allocator"),
+        "stack": {k: v for k, v in stack.items() if k in _STACK and v} if isinstance(stack, dict) else {},
+        "profile": record.get("job"),
+        "measured": {name: value for name, value in measured.items() if value is not None},
+        "phases": [_phase(p) for p in phases] if isinstance(phases, list) else [],
+        "measured_at": record.get("started_at"),
+        "error": record.get("error") if isinstance(record.get("error"), str) else None,
+    }
+
+
+def _phase(phase: Any) -> Any:
+    if not isinstance(phase, dict):
+        return phase
+    names = ("name", "allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+    return {name: phase[name] for name in names if name in phase}
+
+
+def _of_log(path: Path) -> Run | BadRow:
+    """A training log of Megatron-LM or Megatron-Bridge: the job it prints, and the highest of its memory lines."""
+    with path.open("rb") as file:
+        evidence = parse_evidence(file_lines(file))
+    readings = [r for r in evidence.readings if r.source in ("megatron", "bridge")]
+    if not readings:
+        return BadRow(f"{path}: is a text without a memory line of Megatron-LM or Megatron-Bridge")
+    proposal = job_from_evidence(evidence)
+    if proposal.job is None or proposal.cluster is None:
+        absent = ", ".join(m.path for m in proposal.missing)
+        return BadRow(f"{path}: the log does not say {absent}")
+    peaks = [r.value("max_allocated_bytes") or r.value("allocated_bytes") or 0 for r in readings]
+    worst = readings[peaks.index(max(peaks))]
+    job, cluster = proposal.job, proposal.cluster
+    document = {
+        "run_id": f"log:{_digest(path)}",
+        "source": "log",
+        "outcome": "oom" if evidence.first is not None and evidence.first.kind.place == "gpu" else "ok",
+        "gpu": cluster.gpu,
+        "world_size": cluster.num_gpus,
+        "rank": worst.rank or 0,
+        "job": {
+            "recipe": job.recipe,
+            "module": job.module,
+            "config": job.config,
+            "overrides": list(job.overrides),
+        },
+        "measured": {
+            "peak_allocated_bytes": max(peaks),
+            "peak_reserved_bytes": worst.value("max_reserved_bytes"),
+        },
+    }
+    return of_record(document, str(path))
+
+
+def _of_snapshot(path: Path) -> Run | BadRow:
+    """Totals of a memory snapshot. It says nothing of the job, so that its name has to carry a run's identity."""
+    try:
+        snapshot = read_snapshot(path)
+    except SnapshotRefused as error:
+        return BadRow(f"{path}: {error}")
+    return BadRow(
+        f"{path}: is a memory snapshot with a peak of {snapshot['peak_allocated_bytes']} bytes, but says nothing of "
+        "job and GPU: send it as a run with measured.peak_allocated_bytes, or see oombudsman diagnose"
+    )
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()[:24]
