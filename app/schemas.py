@@ -120,6 +120,7 @@ class EstimateBody(Body):
     min_fit_probability: Probability = 0.99
     pipeline_rank: Annotated[int, Field(ge=0, le=1_000_000), BeforeValidator(_whole_number)] | None = None
     survival: StrictBool = True
+    timeline: StrictBool = Field(default=False, description="Also the course of memory over the step, for a plot")
 
     def to_request(self) -> EstimateRequest:
         return EstimateRequest(
@@ -129,6 +130,7 @@ class EstimateBody(Body):
             min_fit_probability=self.min_fit_probability,
             pipeline_rank=self.pipeline_rank,
             survival=self.survival,
+            timeline=self.timeline,
         )
 
 

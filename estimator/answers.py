@@ -8,6 +8,7 @@ from typing import Any
 from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION, words
 from estimator.changes import FAMILIES
 from estimator.cluster import Cluster, resolve_cluster
+from estimator.course import course
 from estimator.diagnose import Diagnosis, diagnose
 from estimator.errors import FieldProblem, JobError
 from estimator.estimate import SCALED, Estimate, estimate
@@ -16,6 +17,8 @@ from estimator.reading import ReadJob, read_job, read_stack
 from estimator.render import advise, render_override
 from estimator.requests import EstimateRequest, JobRequest, RecommendRequest
 from estimator.search import DEFAULT_FAMILIES, Candidate, SearchResult, search
+from estimator.search.space import current_point
+from estimator.step import step_timeline
 from estimator.survival import SETTINGS
 
 MAX_RECOMMENDATIONS = 20
@@ -35,8 +38,16 @@ def estimate_answer(request: EstimateRequest) -> dict[str, Any]:
     answer = {**result.as_dict(), "problems": [p.as_dict() for p in job.problems]}
     if not request.survival:
         answer |= _lower_bound(result)
+    if request.timeline:
+        answer["timeline"] = course_answer(job, cluster, result)
     answer["assumptions"] = [*answer["assumptions"], *job.assumptions]
     return answer
+
+
+def course_answer(job: ReadJob, cluster: Cluster, result: Estimate) -> list[dict[str, Any]]:
+    """Points of the rank that the figures are about."""
+    step = step_timeline(job.settings, result.rank.pipeline_rank, cluster.gpu.family)
+    return course(step.timeline, result.allocator_setting)
 
 
 def _lower_bound(result: Estimate) -> dict[str, Any]:
@@ -93,6 +104,7 @@ def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
     answer["diagnosis"]["summary"] = " ".join(sentences)
     answer["diagnosis"]["causes"] = _causes(current, job)
     answer["search"] = _search_facts(found)
+    answer["alternatives"] = _alternatives(found, job)
     if seen is not None and seen.outcome == "gpu_memory":
         answer["diagnosis"] = _seen(seen, answer["diagnosis"]["summary"])
     return answer
@@ -135,6 +147,20 @@ def _seen(seen: Diagnosis, more: str) -> dict[str, Any]:
 
 def _recommendations(found: SearchResult, job: ReadJob, cluster: Cluster, stack: Stack) -> list[dict[str, Any]]:
     return [_recommendation(rank, candidate, job, cluster, stack) for rank, candidate in enumerate(found.fitting, 1)]
+
+
+def _alternatives(found: SearchResult, job: ReadJob) -> list[dict[str, Any]]:
+    """The Pareto front, for a plot: memory against step time."""
+    now = current_point(job.settings)
+    return [
+        {
+            "title": words.point_title(front.point, now),
+            "required_bytes": front.need_bytes,
+            "relative_step_time": round(front.relative_step_time, 4),
+            "fits": front.fits,
+        }
+        for front in found.front
+    ]
 
 
 def _empty_answer(job: ReadJob) -> dict[str, Any]:

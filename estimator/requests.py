@@ -48,6 +48,8 @@ class EstimateRequest:
     pipeline_rank: int | None = None
     """None = the worst by required_bytes."""
     survival: bool = True
+    timeline: bool = False
+    """Also the course of memory over the step, as points for a plot."""
 
 
 @dataclass(frozen=True, slots=True)

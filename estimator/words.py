@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from estimator.components import MEANING
 from estimator.estimate import Estimate
 from estimator.search.recommend import Candidate
+from estimator.search.space import Point, Recompute
 
 GIB = 1024**3
 
@@ -57,6 +58,14 @@ def fits_but_failed(estimate: Estimate) -> str:
     )
 
 
+def recompute_words(recompute: Recompute) -> str:
+    if recompute.granularity is None:
+        return "no recompute"
+    if recompute.granularity == "selective":
+        return f"recompute of {', '.join(recompute.modules)}"
+    return f"recompute of {recompute.layers} layers a stage" if recompute.method == "block" else "full recompute"
+
+
 def title(candidate: Candidate) -> str:
     """What changes, in a few words."""
     parts = []
@@ -70,13 +79,7 @@ def title(candidate: Candidate) -> str:
     if "micro_batch" in families:
         parts.append(f"micro batch {point.micro_batch_size}")
     if "recompute" in families:
-        recompute = point.recompute
-        if recompute.granularity == "selective":
-            parts.append(f"recompute of {', '.join(recompute.modules)}")
-        elif recompute.method == "block":
-            parts.append(f"recompute of {recompute.layers} layers a stage")
-        else:
-            parts.append("full recompute")
+        parts.append(recompute_words(point.recompute))
     if "cross_entropy" in families:
         parts.append("Transformer Engine's cross entropy")
     if "fsdp_buffers" in families:
@@ -85,6 +88,28 @@ def title(candidate: Candidate) -> str:
         parts.append("expandable segments")
     text = " + ".join(parts) or "repairs"
     return text[0].upper() + text[1:]
+
+
+def point_title(point: Point, now: Point) -> str:
+    """A combination of settings by what differs from the job's own."""
+    parts = []
+    if point.strategy != now.strategy:
+        parts.append(STRATEGY_WORDS[point.strategy])
+    layout = [("TP", "tensor"), ("PP", "pipeline"), ("CP", "context")]
+    parts += [
+        f"{name} {getattr(point, field)}" for name, field in layout if getattr(point, field) != getattr(now, field)
+    ]
+    if point.micro_batch_size != now.micro_batch_size:
+        parts.append(f"micro batch {point.micro_batch_size}")
+    if point.recompute != now.recompute:
+        parts.append(recompute_words(point.recompute))
+    if point.cross_entropy_te != now.cross_entropy_te:
+        parts.append("Transformer Engine's cross entropy")
+    if point.small_communication_unit != now.small_communication_unit:
+        parts.append("smaller FSDP buffers")
+    if point.expandable_segments != now.expandable_segments:
+        parts.append("expandable segments")
+    return ", ".join(parts) or "the job as it is"
 
 
 def recommendation_sentences(candidates: Sequence[Candidate]) -> str:

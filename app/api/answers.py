@@ -66,6 +66,7 @@ class EstimateAnswer(Answer):
     ranks: list[Rank]
     problems: list[RuleProblem]
     assumptions: list[str]
+    timeline: list[dict[str, Any]] | None = Field(default=None, description="Points in order, where asked for")
     estimator_version: str
     calibration_id: str | None
     schema_version: str

@@ -42,7 +42,8 @@ def print_recommendation(answer: Mapping[str, Any], request: Mapping[str, Any], 
         _components(current)
     _rule_problems(answer.get("problems") or ())
     _recommendations(answer.get("recommendations") or (), show)
-    _alternatives(answer.get("alternatives") or ())
+    if show == 0:
+        _alternatives(answer.get("alternatives") or ())
     _assumptions([*(current.get("assumptions") or ()), *(answer.get("assumptions") or ())], MAX_ASSUMPTIONS)
 
 
@@ -200,18 +201,17 @@ def _recommendation(item: Mapping[str, Any], place: int) -> None:
         _bullet(criterion)
 
 
-def _alternatives(alternatives: Iterable[Any]) -> None:
-    alternatives = list(alternatives)
-    if not alternatives:
+def _alternatives(alternatives: Iterable[Mapping[str, Any]]) -> None:
+    """The Pareto front: what memory costs in step time."""
+    rows = list(alternatives)
+    if not rows:
         return
-    _section("Also possible")
-    for item in alternatives:
-        if isinstance(item, Mapping):
-            text = item.get("text") or item.get("why") or item.get("reason")
-            title = item.get("title") or item.get("summary")
-            _bullet(": ".join(str(part) for part in (title, text) if part) or str(dict(item)))
-        else:
-            _bullet(str(item))
+    _section("Memory against step time, of all that was looked at")
+    table = _table("change", "needs", "step time", "", right=("needs", "step time"))
+    for row in rows:
+        verdict = {True: "fits", False: "too much", None: "at least"}[row.get("fits")]
+        table.add_row(row["title"], gib(row["required_bytes"]), factor(row["relative_step_time"]), verdict)
+    console().print(Padding(table, (0, 0, 0, 2)))
 
 
 def _rule_problems(problems: Iterable[Mapping[str, Any]]) -> None:

@@ -44,6 +44,16 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class FrontPoint:
+    """A point of the Pareto front. ``fits`` None: its allocator was not simulated, ``need_bytes`` is a lower bound."""
+
+    point: Point
+    need_bytes: int
+    relative_step_time: float
+    fits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
 class SearchResult:
     """Candidates that fit, cheapest first; the closest miss if there are none."""
 
@@ -54,6 +64,8 @@ class SearchResult:
     num_estimated: int
     exhausted: bool
     """False if the search stopped at MAX_ESTIMATES."""
+    front: tuple[FrontPoint, ...] = ()
+    """Memory against step time of the candidates that were looked at: those that no other beats in both."""
 
 
 def resumes(effective: Mapping[str, Any]) -> bool:
@@ -90,6 +102,7 @@ def search(
     screen = Screen(settings, cluster, min_probability, candidates)
     shows_fsdp = any(p.strategy in FSDP for p in candidates)
     fitting: list[Candidate] = []
+    exact: dict[Point, tuple[int, bool]] = {}
     kinds: set[tuple[object, ...]] = set()
     ratios: dict[str, dict[str, float]] = {}
     estimated = 0
@@ -117,13 +130,35 @@ def search(
         estimated += 1
         changes, changed, result = found
         ratios.setdefault(point.strategy, result.survival_ratios)
+        exact[point] = result.required_bytes(), result.verdict.fits
         if not result.verdict.fits:
             continue
         kinds.add(kind)
         terms = {name: round(float(values[index]) / reference, 4) for name, values in cost.terms.items()}
         conversion = _needs_conversion(point, now)
         fitting.append(Candidate(point, changes, changed, result, float(relative[index]), terms, conversion))
-    return SearchResult(tuple(fitting), screen.closest_bytes, len(candidates), estimated, exhausted)
+    times = {point: float(relative[i]) for i, point in enumerate(candidates)}
+    front = _front(screen.needs, exact, times)
+    return SearchResult(tuple(fitting), screen.closest_bytes, len(candidates), estimated, exhausted, front)
+
+
+MAX_FRONT = 20
+
+
+def _front(
+    needs: Mapping[Point, tuple[int, bool]], exact: Mapping[Point, tuple[int, bool]], times: Mapping[Point, float]
+) -> tuple[FrontPoint, ...]:
+    """By step time; each next one needs less memory."""
+    known: dict[Point, tuple[int, bool | None]] = {
+        p: (n, None if passed else False) for p, (n, passed) in needs.items()
+    }
+    known |= exact
+    front: list[FrontPoint] = []
+    for point in sorted(known, key=lambda p: (times[p], known[p][0])):
+        need, fits = known[point]
+        if not front or need < front[-1].need_bytes:
+            front.append(FrontPoint(point, need, times[point], fits))
+    return tuple(front[:MAX_FRONT])
 
 
 def _missing_fsdp(fitting: list[Candidate], point: Point) -> bool:

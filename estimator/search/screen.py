@@ -28,6 +28,8 @@ class Screen:
     ) -> None:
         self.settings, self.cluster, self.min_probability = settings, cluster, min_probability
         self.closest_bytes: int | None = None
+        self.needs: dict[Point, tuple[int, bool]] = {}
+        """Least bytes that a candidate needs, and whether that passed, of those whose steady iteration was counted."""
         self.overhead = overhead_of(settings, cluster.gpu.family)
         self._known: dict[Point, bool] = {}
         self._ladders: dict[Point, list[Point]] = {}
@@ -67,7 +69,7 @@ class Screen:
             return False
         peak = steady_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family)
         self._note(peak + overhead.total_bytes)
-        return judge(
+        passed = judge(
             peak,  # the survival memory is never below it
             overhead.total_bytes,
             overhead.sigma_bytes,
@@ -75,6 +77,8 @@ class Screen:
             limit,
             self.min_probability,
         ).fits
+        self.needs[point] = peak + overhead.total_bytes, passed
+        return passed
 
     def _note(self, required: int) -> None:
         if self.closest_bytes is None or required < self.closest_bytes:
