@@ -201,7 +201,7 @@ def _cannot_lay_out(answer: dict[str, Any], job: ReadJob) -> dict[str, Any]:
 def _fits_already(answer: dict[str, Any], current: Estimate) -> None:
     answer["outcome"] = "fits_already"
     answer["diagnosis"]["summary"] = (
-        f"{words.current_sentence(current)} That fits (probability {current.verdict.probability:.3f}), so an "
+        f"{words.current_sentence(current)} That fits (probability {words.chance(current.verdict.probability)}), so an "
         "out-of-memory error must have another cause. Look for another process on the card, a longer sequence or "
         "larger batch than configured, memory outside the allocator, evaluation or a checkpoint being saved."
     )

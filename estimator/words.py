@@ -34,6 +34,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
+def chance(probability: float) -> str:
+    """A probability; never rounded up to certainty, nor down to impossibility."""
+    if probability >= 0.9995:
+        return "over 99.9 %"
+    return "under 0.1 %" if probability < 0.0005 else f"{100 * probability:.3g} %"
+
+
 def what_fills(estimate: Estimate, most: int = 3) -> str:
     """ "27.0 GiB gradient buffers ..., 13.5 GiB ..." for the largest components at the peak."""
     largest = sorted(estimate.rank.components_at_peak.items(), key=lambda item: -item[1])[:most]
@@ -52,8 +59,9 @@ def current_sentence(estimate: Estimate) -> str:
 def fits_but_failed(estimate: Estimate) -> str:
     """Evidence shows a failure of a job that fits by the estimate."""
     need, room = gib(estimate.required_bytes()), gib(estimate.cluster.usable_bytes)
+    sure = chance(estimate.verdict.probability)
     return (
-        f"By the estimate the job needs {need} of {room} and fits (probability {estimate.verdict.probability:.3f}): "
+        f"By the estimate the job needs {need} of {room} and fits (probability {sure}): "
         "what ran differs from this job, or the cause lies outside of it."
     )
 
@@ -121,7 +129,8 @@ def recommendation_sentences(candidates: Sequence[Candidate]) -> str:
         else f"{abs(change):.0f} % {'more' if change > 0 else 'less'} step time"
     )
     conversion = " Existing checkpoints have to be converted." if first.conversion_needed else ""
+    sure = chance(first.estimate.verdict.probability)
     return (
         f"Change to: {title(first)}. It then needs {gib(first.estimate.required_bytes())} "
-        f"(fit probability {first.estimate.verdict.probability:.3f}) at {pace} (predicted).{conversion}"
+        f"(fits with probability {sure}) at {pace} (predicted).{conversion}"
     )

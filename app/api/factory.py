@@ -10,6 +10,7 @@ from asgi_correlation_id import CorrelationIdMiddleware
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from app import web
 from app.api import errors, logs
 from app.api.errors import ProblemDocument, ProblemMiddleware
 from app.api.routes import answers, catalog, evidence, health, runs
@@ -59,6 +60,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(api)
     app.include_router(api, prefix="/v1", include_in_schema=False)
     app.include_router(health.router)
+    app.include_router(web.build_router(settings))
     errors.install(app)
     # The last one added is the outermost.
     app.add_middleware(ProblemMiddleware)

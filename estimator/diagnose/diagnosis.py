@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from estimator.cluster import Cluster, resolve_cluster
@@ -101,6 +101,7 @@ class Diagnosis:
             "missing": [m.as_dict() for m in self.missing],
             "job": _job(self.proposal.job),
             "cluster": _cluster(self.proposal.cluster),
+            "known_of_cluster": dict(self.proposal.known_of_cluster),
             "job_sources": list(self.proposal.sources),
             "advice": self.advice.as_dict(),
             "notes": [*self.proposal.notes, *self.notes],
@@ -129,7 +130,7 @@ def diagnose(
     proposal = job_from_evidence(evidence, cluster)
     if job is not None:
         missing = tuple(m for m in proposal.missing if not m.path.startswith("job."))
-        proposal = Proposal(job, proposal.cluster, missing, proposal.sources, proposal.notes)
+        proposal = replace(proposal, job=job, missing=missing)
     first = evidence.first
     if first is None:
         words = "The text shows no failure that this version knows. " + _asks(proposal)

@@ -62,6 +62,8 @@ class Proposal:
     sources: tuple[str, ...] = ()
     """Where the job comes from: "megatron_arguments (line 12)"."""
     notes: tuple[str, ...] = ()
+    known_of_cluster: Mapping[str, Any] = field(default_factory=dict)
+    """What is known of the cluster, also where it does not suffice for one: gpu, num_gpus, gpus_per_node."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,10 @@ def job_from_evidence(evidence: Evidence, known_cluster: ClusterRequest | None =
         found.notes.append(
             "left out, because they cannot be read as Megatron-Bridge's settings: " + ", ".join(problems[:8])
         )
-    return Proposal(job, cluster, tuple(missing), tuple(found.sources), tuple(found.notes))
+    known = {
+        name: value for name in ("gpu", "num_gpus", "gpus_per_node") if (value := getattr(found, name)) is not None
+    }
+    return Proposal(job, cluster, tuple(missing), tuple(found.sources), tuple(found.notes), known)
 
 
 # ---------------------------------------------------------------------- pieces
@@ -377,6 +382,7 @@ def _cluster(
         gpu = gpu_of_capacity(total)
         if gpu is not None:
             found.notes.append(f"the GPU is taken for a {gpu} by its capacity of {total} bytes")
+            found.gpu = gpu
     missing = []
     if gpu is None:
         likely = _nearest_gpu(total) if total else None

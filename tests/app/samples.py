@@ -67,7 +67,7 @@ def recommended() -> dict[str, Any]:
             "causes": [{"cause": "states_too_large", "confidence": 0.99, "evidence": "89 GiB resident"}],
         },
         "recommendations": [_recommendation(1, "Megatron FSDP, ZeRO-3"), _recommendation(2, "Twice the GPUs")],
-        "alternatives": [{"title": "a third", "text": "with float8"}],
+        "alternatives": [{"title": "a third", "required_bytes": 60 * GIB, "relative_step_time": 1.3, "fits": True}],
         "schema_version": "1",
     }
 

@@ -43,7 +43,9 @@ def test_the_first_recommendation_in_full(capsys: pytest.CaptureFixture[str]) ->
 
 def test_all_recommendations_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     report.print_recommendation(samples.recommended(), REQUEST, show=0)
-    assert capsys.readouterr().out.count(samples.PYTHON) == 2
+    shown = capsys.readouterr().out
+    assert shown.count(samples.PYTHON) == 2
+    assert "a third" in shown
 
 
 def test_only_lines_to_copy_are_longer_than_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
