@@ -76,6 +76,7 @@ def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
         request = replace(request, job=seen.proposal.job)
     job = read_job(request.job, cluster, stack)
     answer = _empty_answer(job)
+    answer["calibration_id"] = cluster.calibration(stack).calibration_id
     current = estimate(job.settings, cluster, request.min_fit_probability) if job.laid_out else None
     prefer = seen.advice.families_first if seen is not None else ()
     if current is not None:

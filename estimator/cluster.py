@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from estimator.calibration import Calibration, choose
 from estimator.catalog.gpus import Gpu, find_gpu
 from estimator.errors import FieldProblem, JobError
+from estimator.job.settings import Stack
 from estimator.requests import ClusterRequest
 
 MAX_GPUS = 1_000_000
@@ -21,6 +23,11 @@ class Cluster:
     total_bytes: int
     reserved_bytes: int
     memory_limit_bytes: int | None
+    calibrations: tuple[Calibration, ...] = ()
+
+    def calibration(self, stack: Stack) -> Calibration:
+        """What was learned from runs on such cards with this stack."""
+        return choose(self.calibrations, stack, self.gpu.family)
 
     @property
     def usable_bytes(self) -> int:
@@ -56,7 +63,7 @@ def resolve_cluster(request: ClusterRequest) -> Cluster:
     if problems or gpu is None:
         raise JobError(problems)
     per_node = request.gpus_per_node or min(request.num_gpus, gpu.default_gpus_per_node)
-    return Cluster(gpu, request.num_gpus, per_node, total, reserved, request.memory_limit_bytes)
+    return Cluster(gpu, request.num_gpus, per_node, total, reserved, request.memory_limit_bytes, request.calibrations)
 
 
 def _positive(problems: list[FieldProblem], path: str, value: int, most: int) -> None:

@@ -20,6 +20,7 @@ OPTIMIZER_TEMPORARIES = "optimizer_temporaries"
 WGRAD_DUMMIES = "fused_gradient_placeholders"
 WORKSPACES = "library_workspaces"
 FP8_WEIGHTS = "fp8_weight_copies"
+CALIBRATION = "calibration"
 
 ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL)
 STATES = (PARAMETERS, MAIN_PARAMETERS, MAIN_GRADIENTS, OPTIMIZER_STATES)
@@ -42,5 +43,6 @@ MEANING = {
     OPTIMIZER_TEMPORARIES: "copies made inside the optimizer step or while it is built",
     WGRAD_DUMMIES: "placeholders that Transformer Engine returns where the gradient was added in place",
     FP8_WEIGHTS: "FP8 copies of weights that Transformer Engine keeps for its products",
+    CALIBRATION: "correction learned from measured runs; may be negative",
     WORKSPACES: "cuBLAS and Transformer Engine workspaces, rotary tables",
 }

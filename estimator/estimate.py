@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION
+from estimator.calibration import Calibration, describe
 from estimator.cluster import Cluster
+from estimator.components import CALIBRATION
 from estimator.errors import FieldProblem, JobError
 from estimator.job.settings import Settings
 from estimator.overhead import Overhead, overhead_of
@@ -15,6 +17,7 @@ from estimator.survival import SETTINGS, survival_bytes
 from estimator.timeline import PhaseResult, Timeline
 from estimator.verdict import Verdict, judge
 
+COVERAGES = (0.95, 0.99)
 SCALED = "survival memory in the same ratio to the peak as the first of this strategy"
 
 
@@ -58,8 +61,24 @@ class Estimate:
         return self.ranks[self.chosen]
 
     @property
+    def calibration(self) -> Calibration:
+        return self.cluster.calibration(self.settings.stack)
+
+    def intervals(self) -> dict[str, dict[str, list[int]]]:
+        """Central intervals of peak and survival memory by coverage, in bytes."""
+        strategy, setting = self.settings.sharding.strategy, self.allocator_setting
+        tables = {
+            "peak_allocated_bytes": (self.rank.peak.peak_bytes, self.calibration.peak_errors(strategy)),
+            "survival_bytes": (self.rank.survival_bytes[setting], self.calibration.survival_errors(strategy, setting)),
+        }
+        return {
+            name: {str(c): [round(num_bytes * (1 + error)) for error in table.interval(c)] for c in COVERAGES}
+            for name, (num_bytes, table) in tables.items()
+        }
+
+    @property
     def allocator_setting(self) -> str:
-        return "expandable_segments" if self.settings.runtime.expandable_segments else "default"
+        return self.settings.runtime.allocator
 
     @property
     def survival_ratios(self) -> dict[str, float]:
@@ -75,7 +94,7 @@ class Estimate:
         return {
             "schema_version": SCHEMA_VERSION,
             "estimator_version": ESTIMATOR_VERSION,
-            "calibration_id": None,
+            "calibration_id": self.calibration.calibration_id,
             "peak_allocated_bytes": peak.peak_bytes,
             "persistent_bytes": rank.persistent_bytes,
             "resident_state_bytes": rank.resident_state_bytes,
@@ -89,6 +108,7 @@ class Estimate:
             "memory_limit_bytes": self.cluster.memory_limit_bytes,
             "fits": self.verdict.fits,
             "fit_probability": round(self.verdict.probability, 6),
+            "intervals": self.intervals(),
             "headroom_bytes": self.verdict.headroom_bytes,
             "phases": [
                 {"name": p.name, "allocated_bytes": p.allocated_bytes, "peak_bytes": p.peak_bytes} for p in rank.phases
@@ -108,27 +128,42 @@ class Estimate:
     def assumptions(self) -> list[str]:
         names = ", ".join(self.overhead.communicators) or "none"
         scaled = [] if self.simulated else [SCALED]
+        known = "as measured on such cards" if self.overhead.measured else "are priors, not measured on this cluster"
         return [
             *scaled,
             (
                 f"CUDA context {self.overhead.context_bytes >> 20} MiB and NCCL {self.overhead.nccl_bytes >> 20} MiB "
-                f"(communicators: {names}) are priors, not measured on this cluster"
+                f"(communicators: {names}) {known}"
             ),
+            *describe(self.calibration, self.settings.stack, self.cluster.gpu.family),
             "PYTORCH_CUDA_ALLOC_CONF sets nothing but expandable_segments; no other process shares the card",
             "gradient clipping is active in the step",
             f"{self.settings.num_microbatches} microbatches a step on each rank",
         ]
 
 
-def _rank(settings: Settings, pipeline_rank: int, gpu_family: str) -> tuple[RankEstimate, Timeline]:
+def _rank(
+    settings: Settings, pipeline_rank: int, gpu_family: str, calibration: Calibration
+) -> tuple[RankEstimate, Timeline]:
     """One rank without its survival memory, which takes longer than all the rest."""
     step = step_timeline(settings, pipeline_rank, gpu_family)
     phases = step.timeline.phases()
     peak = max(phases, key=lambda phase: phase.peak_bytes)
-    rank = RankEstimate(
-        pipeline_rank, phases, step.timeline.components_at_peak(peak), step.resident_state_bytes, survival_bytes={}
-    )
+    components = step.timeline.components_at_peak(peak)
+    correction = calibration.correction_bytes(components)
+    if correction:
+        components = {**components, CALIBRATION: correction}
+        phases = tuple(_corrected(phase, correction / peak.peak_bytes) for phase in phases)
+    rank = RankEstimate(pipeline_rank, phases, components, step.resident_state_bytes, survival_bytes={})
     return rank, step.timeline
+
+
+def _corrected(phase: PhaseResult, relative: float) -> PhaseResult:
+    """Other moments in proportion: the correction is fitted to the peak."""
+    return phase._replace(
+        allocated_bytes=round(phase.allocated_bytes * (1 + relative)),
+        peak_bytes=round(phase.peak_bytes * (1 + relative)),
+    )
 
 
 def _with_survival(
@@ -145,7 +180,13 @@ def _with_survival(
     found: dict[int, dict[str, int]] = {}
     ratios = given
     if ratios is None:
-        found = {i: survival_bytes(ranks[i][1], names) for i in heaviest[:exact]}
+        found = {
+            i: {
+                name: num_bytes + ranks[i][0].components_at_peak.get(CALIBRATION, 0)
+                for name, num_bytes in survival_bytes(ranks[i][1], names).items()
+            }
+            for i in heaviest[:exact]
+        }
         reference = heaviest[0]
         ratios = {name: n / ranks[reference][0].peak.peak_bytes for name, n in found[reference].items()}
     return tuple(
@@ -178,11 +219,12 @@ def estimate(
     if pipeline_rank is not None and not 0 <= pipeline_rank < stages:
         message = f"the job has no pipeline rank {pipeline_rank}"
         raise JobError([FieldProblem("pipeline_rank", message, f"0 to {stages - 1}")])
-    setting = "expandable_segments" if settings.runtime.expandable_segments else "default"
-    timelines = [_rank(settings, rank, cluster.gpu.family) for rank in range(stages)]
+    setting = settings.runtime.allocator
+    calibration = cluster.calibration(settings.stack)
+    timelines = [_rank(settings, rank, cluster.gpu.family, calibration) for rank in range(stages)]
     names = tuple(SETTINGS) if both_settings else (setting,)
     ranks = _with_survival(timelines, stages if pipeline_rank is not None else exact_ranks, names, survival_ratios)
-    overhead = overhead_of(settings, cluster.gpu.family)
+    overhead = overhead_of(settings, calibration)
     if pipeline_rank is None:
         chosen = max(range(stages), key=lambda i: ranks[i].survival_bytes[setting])
     else:
@@ -194,5 +236,6 @@ def estimate(
         cluster.usable_bytes,
         cluster.memory_limit_bytes,
         min_probability,
+        calibration.survival_errors(settings.sharding.strategy, setting),
     )
     return Estimate(settings, ranks, chosen, overhead, cluster, verdict, survival_ratios is None)

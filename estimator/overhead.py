@@ -1,25 +1,16 @@
 """Memory outside PyTorch's allocator: the CUDA context with loaded kernels, and NCCL's buffers.
 
-Priors, not measurements of the user's cluster: mean and standard deviation. Context: a process with PyTorch, cuBLAS and
-Transformer Engine loaded on H100 and H200 keeps 0.5 to 1.0 GiB outside the allocator. NCCL: each communicator of more
-than one rank that has been used keeps its channels' buffers (NCCL_BUFFSIZE 4 MiB a channel and peer by default), seen
-as
-0.1 to 0.5 GiB. Collective libraries are replaced by nothing in a simulated rank, so these stay priors until real
-multi-GPU runs are imported.
+Mean and standard deviation of one process, from the calibration: measured where runs had the card to themselves, else
+priors (``estimator.calibration.priors``). Collective libraries are replaced by nothing in a simulated rank, so NCCL
+stays a prior until real multi-GPU runs are imported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from estimator.calibration import Calibration
 from estimator.job.settings import Settings
-
-MIB = 1024**2
-
-CONTEXT_BYTES = {"ampere": 600 * MIB, "ada": 500 * MIB, "hopper": 700 * MIB, "blackwell": 900 * MIB}
-CONTEXT_SIGMA_BYTES = 150 * MIB
-COMMUNICATOR_BYTES = 220 * MIB
-COMMUNICATOR_SIGMA_BYTES = 80 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +21,8 @@ class Overhead:
     nccl_bytes: int
     sigma_bytes: float
     communicators: tuple[str, ...]
+    measured: bool = False
+    """False: at least one of them is a prior."""
 
     @property
     def total_bytes(self) -> int:
@@ -49,8 +42,10 @@ def communicators(settings: Settings) -> tuple[str, ...]:
     return tuple(name for name, size in sizes.items() if size > 1)
 
 
-def overhead_of(settings: Settings, gpu_family: str) -> Overhead:
+def overhead_of(settings: Settings, calibration: Calibration) -> Overhead:
+    """Of one rank of the job."""
     names = communicators(settings)
-    sigma = (CONTEXT_SIGMA_BYTES**2 + len(names) * COMMUNICATOR_SIGMA_BYTES**2) ** 0.5
-    context = CONTEXT_BYTES.get(gpu_family, CONTEXT_BYTES["hopper"])
-    return Overhead(context, len(names) * COMMUNICATOR_BYTES, sigma, names)
+    context, communicator = calibration.context, calibration.communicator
+    sigma = (context.sigma_bytes**2 + len(names) * communicator.sigma_bytes**2) ** 0.5
+    measured = context.measured and (communicator.measured or not names)
+    return Overhead(context.mean_bytes, len(names) * communicator.mean_bytes, sigma, names, measured)

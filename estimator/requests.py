@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from estimator.calibration import Calibration
+
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
@@ -34,6 +36,8 @@ class ClusterRequest:
     """Taken by other processes on each card."""
     total_bytes: int | None = None
     """Memory of a card that is not listed, as cudaMemGetInfo reports it."""
+    calibrations: tuple[Calibration, ...] = ()
+    """Those that are active, one a stack and GPU family; others are answered with the shipped ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,11 @@ class RuntimeSettings:
     checkpoint_save: bool = True
     check_for_nan_in_loss: bool = True
 
+    @property
+    def allocator(self) -> str:
+        """Setting of the caching allocator: "default" or "expandable_segments"."""
+        return "expandable_segments" if self.expandable_segments else "default"
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:

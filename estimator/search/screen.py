@@ -30,7 +30,7 @@ class Screen:
         self.closest_bytes: int | None = None
         self.needs: dict[Point, tuple[int, bool]] = {}
         """Least bytes that a candidate needs, and whether that passed, of those whose steady iteration was counted."""
-        self.overhead = overhead_of(settings, cluster.gpu.family)
+        self.calibration = cluster.calibration(settings.stack)
         self._known: dict[Point, bool] = {}
         self._ladders: dict[Point, list[Point]] = {}
         for point in candidates:
@@ -61,13 +61,13 @@ class Screen:
 
     def _test(self, point: Point) -> bool:
         trial = variant(self.settings, point)
-        overhead = overhead_of(trial, self.cluster.gpu.family)
-        bound = lower_bound(trial)
+        overhead = overhead_of(trial, self.calibration)
+        bound = self._corrected(lower_bound(trial))
         limit = self.cluster.memory_limit_bytes
         if bound + overhead.total_bytes > self.cluster.usable_bytes or (limit is not None and bound > limit):
             self._note(bound + overhead.total_bytes)
             return False
-        peak = steady_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family)
+        peak = self._corrected(steady_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family))
         self._note(peak + overhead.total_bytes)
         passed = judge(
             peak,  # the survival memory is never below it
@@ -76,9 +76,15 @@ class Screen:
             self.cluster.usable_bytes,
             limit,
             self.min_probability,
+            self.calibration.survival_errors(trial.sharding.strategy, trial.runtime.allocator),
         ).fits
         self.needs[point] = peak + overhead.total_bytes, passed
         return passed
+
+    def _corrected(self, num_bytes: int) -> int:
+        """The least that a calibrated estimate makes of it."""
+        factor, constant = self.calibration.least_factor()
+        return int(num_bytes * factor) + constant
 
     def _note(self, required: int) -> None:
         if self.closest_bytes is None or required < self.closest_bytes:
