@@ -194,6 +194,27 @@ def serve(
     )
 
 
+@application.command()
+def slackbot() -> None:
+    """Run the Slack bot: docs/slack.md says how to install it. It speaks to the service over HTTP only."""
+    from pydantic import ValidationError
+
+    from app.problems import of_validation_error
+    from app.slackbot.settings import BotSettings
+
+    try:
+        settings = BotSettings()
+    except ValidationError as error:
+        problems = of_validation_error(error, BotSettings).errors
+        for problem in problems:
+            name = f"OOMBUDSMAN_SLACK_{problem.path.upper()} " if problem.path not in ("", "body") else ""
+            typer.echo(f"error: {name}{problem.message}", err=True)
+        raise typer.Exit(2) from error
+    from app.slackbot.run import main as run
+
+    run(settings)
+
+
 @database_commands.command("upgrade")
 def database_upgrade() -> None:
     """Create the database or bring it to the newest migration."""
