@@ -42,6 +42,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "not-found": Kind(404, "Not found", "There is nothing at this address."),
     "ambiguous": Kind(409, "The name is not unique", "Several things have this name: say which."),
+    "not-ready": Kind(409, "Not ready yet", "Something else has to be done first: see detail, and try again."),
     "method-not-allowed": Kind(
         405, "Method not allowed", "The address exists, for other methods: see the Allow header."
     ),

@@ -189,6 +189,7 @@ class Measured(Body):
     persistent_bytes: Bytes | None = None
     peak_reserved_bytes: Bytes | None = None
     device_used_bytes: Bytes | None = None
+    survival_bytes: Bytes | None = Field(default=None, description="Smallest allocator cap in which it ran, bisected")
     step_time_seconds: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(_number)] | None = None
     num_alloc_retries: Annotated[int, Field(ge=0, le=2**40), BeforeValidator(_whole_number)] | None = None
 
@@ -217,6 +218,15 @@ class RunsBody(Body):
     """Body of POST /runs: all are stored, or none."""
 
     runs: list[Run] = Field(min_length=1, max_length=10_000)
+
+
+class CalibrateBody(Body):
+    """Body of POST /calibrations: which stored runs to fit."""
+
+    gpu: Name | None = Field(default=None, description="A name of GET /gpus: its family is calibrated")
+    gpu_family: Name | None = Field(default=None, description="ampere, ada, hopper or blackwell, instead of gpu")
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")
+    activate: StrictBool = Field(default=False, description="Answer with it from now on")
 
 
 class OutcomeBody(Body):

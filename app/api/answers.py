@@ -61,6 +61,9 @@ class EstimateAnswer(Answer):
     usable_bytes: int | None
     fits: bool | None
     fit_probability: float | None
+    intervals: dict[str, dict[str, list[int]]] | None = Field(
+        default=None, description="Central intervals of peak and survival memory by coverage, in bytes"
+    )
     phases: list[Phase]
     components_at_peak: dict[str, int] = Field(description="Adds up to peak_allocated_bytes")
     ranks: list[Rank]
@@ -281,3 +284,38 @@ class Version(BaseModel):
     estimator_version: str
     schema_version: str
     database_revision: str
+
+
+class CalibrationBrief(Answer):
+    calibration_id: str
+    created_at: str
+    stack: str
+    gpu_family: str
+    active: bool
+    provenance: dict[str, Any]
+    coverage: dict[str, Any] = Field(description="Held-out coverage and median width by level; null: too few runs")
+    held_out: dict[str, Any] | None = Field(description="Errors of the peak before and after, models held out")
+    structural: list[str] = Field(description="What looks like a fault of the model")
+
+
+class CalibrationPage(BaseModel):
+    items: list[CalibrationBrief]
+    limit: int
+    next_cursor: str | None
+    schema_version: str
+
+
+class CalibrationAnswer(CalibrationBrief):
+    """One immutable version."""
+
+    coefficients: list[dict[str, Any]] = Field(description="Relative correction by component, and its uncertainty")
+    unaccounted: dict[str, Any]
+    overhead: dict[str, Any]
+    errors: dict[str, Any] = Field(description="Quantiles of the relative error at ``levels``, by group")
+    outliers: list[dict[str, Any]]
+    schema_version: str
+
+
+class CalibrationRuns(BaseModel):
+    run_ids: list[str]
+    schema_version: str

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from app import web
 from app.api import errors, logs
 from app.api.errors import ProblemDocument, ProblemMiddleware
-from app.api.routes import answers, catalog, evidence, health, runs
+from app.api.routes import answers, calibrations, catalog, evidence, health, runs
 from app.db import migrations
 from app.db.session import Database
 from app.settings import Settings, get_settings
@@ -56,6 +56,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.include_router(answers.build_router(settings))
     api.include_router(evidence.build_router(settings))
     api.include_router(runs.build_router(settings))
+    api.include_router(calibrations.build_router(settings))
     api.include_router(catalog.router)
     app.include_router(api)
     app.include_router(api, prefix="/v1", include_in_schema=False)

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from app.cli import options as o
+from app.cli.calibration_commands import calibrate
+from app.cli.calibration_commands import commands as calibration_commands
 from app.cli.failures import Failure, explained, warn
 from app.cli.inputs import Options, build, read_log
 
@@ -48,6 +50,7 @@ def recommend(
     as_json: o.AsJson = False,
 ) -> None:
     """Why the job runs out of memory, and which settings fit, cheapest first."""
+    from app.cli.database import active_calibrations
     from app.schemas import RecommendBody
     from app.services import answers
 
@@ -65,7 +68,7 @@ def recommend(
             memory_limit, reserved, total_memory, more,
         )  # fmt: skip
         body = build(typed, RecommendBody)
-        answer = answers.recommend(body)
+        answer = answers.recommend(body, calibrations=active_calibrations())
         content = answers.encode(answer)
     if as_json:
         _print_json(content)
@@ -98,6 +101,7 @@ def estimate(
     as_json: o.AsJson = False,
 ) -> None:
     """Memory of a job, by moment and component, and whether it fits."""
+    from app.cli.database import active_calibrations
     from app.schemas import EstimateBody
     from app.services import answers
 
@@ -108,7 +112,7 @@ def estimate(
             memory_limit, reserved, total_memory, more,
         )  # fmt: skip
         body = build(typed, EstimateBody)
-        answer = answers.estimate(body)
+        answer = answers.estimate(body, active_calibrations())
         content = answers.encode(answer)
     if as_json:
         _print_json(content)
@@ -276,6 +280,10 @@ def runs_list(
         _print_json(answers.encode(found))
     else:
         print_runs(found)
+
+
+application.command()(calibrate)
+application.add_typer(calibration_commands, name="calibrations")
 
 
 @application.command()

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 from pydantic import ValidationError
+from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.cli.failures import BAD_INPUT, FAULT, Failure
+from app.cli.failures import BAD_INPUT, FAULT, Failure, warn
 from app.db import migrations
 from app.db.models import Recommendation
 from app.db.session import Database, create_database_engine
 from app.problems import Problem, of_validation_error
 from app.schemas import RecommendBody
-from app.services import storage
+from app.services import calibrations, storage
 from app.settings import Settings, get_settings
+from estimator.calibration import Calibration
 
 
 def keep(body: RecommendBody, answer: dict[str, Any]) -> None:
@@ -30,6 +33,19 @@ def find(recommendation_id: str) -> Recommendation | None:
     """A stored answer; raises Failure if the database cannot be read."""
     with _opened() as database:
         return storage.load(database, recommendation_id)
+
+
+def active_calibrations() -> tuple[Calibration, ...]:
+    """Those that answer; none, and a warning, where the database cannot be used. Makes no database."""
+    try:
+        settings = _settings()
+        if settings.is_embedded and not Path(make_url(settings.resolved_database_url).database or "").exists():
+            return ()
+        with _opened(settings) as database:
+            return calibrations.active(database)
+    except Failure as failure:
+        warn(f"answered with the shipped calibration: {failure.problem.detail}")
+        return ()
 
 
 @contextmanager

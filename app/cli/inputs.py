@@ -68,7 +68,7 @@ def build(options: Options, model: type[BodyType]) -> BodyType:
     }
     if not any(job.values()):
         raise refusal("--recipe", "no job was given", "--recipe llama3_8b_pretrain_config, or --config run_config.yaml")
-    body = {"job": _given(job), "cluster": _given(cluster), **_given({"stack": _pairs(options.stack), **options.more})}
+    body = {"job": _given(job), "cluster": _given(cluster), **_given({"stack": pairs(options.stack), **options.more})}
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -103,7 +103,8 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, [], {})}
 
 
-def _pairs(stack: Sequence[str]) -> dict[str, str]:
+def pairs(stack: Sequence[str]) -> dict[str, str]:
+    """Versions by name, from name=version; raises Failure."""
     pairs = {}
     for item in stack:
         name, equals, version = item.partition("=")

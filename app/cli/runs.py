@@ -17,7 +17,7 @@ from app.cli.inputs import refusal
 from app.db.session import Database
 from app.problems import of_estimator_error
 from app.schemas import Run
-from app.services import run_files, runs
+from app.services import predictions, run_files, runs
 from estimator import SCHEMA_VERSION
 from estimator.catalog import find_gpu
 from estimator.errors import JobError
@@ -101,7 +101,7 @@ def newest(gpu: str | None, limit: int) -> dict[str, Any]:
     filters = {"gpu": find_gpu(gpu).name} if gpu else {}
     with opened() as database:
         page = runs.page(database, filters, limit, None)
-        predicted = runs.predictions(database, page.rows)
+        predicted = predictions.of_runs(database, page.rows)
         items = [runs.as_plain(row, predicted.get(row.fingerprint)) for row in page.rows]
     return {"items": items, "next_cursor": page.next_cursor, "schema_version": SCHEMA_VERSION}
 

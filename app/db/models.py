@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, DateTime, Index, MetaData, String, TypeDecorator
+from sqlalchemy import JSON, BigInteger, DateTime, ForeignKey, Index, MetaData, String, TypeDecorator
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -72,6 +72,7 @@ class ProfiledRun(Base):
         Index(None, "strategy", "stored_at", "run_id"),
         Index(None, "outcome", "stored_at", "run_id"),
         Index(None, "fingerprint"),
+        Index(None, "stack", "gpu"),
         Index(None, "recommendation_id"),
     )
 
@@ -91,6 +92,10 @@ class ProfiledRun(Base):
     peak_allocated_bytes: Mapped[int | None] = mapped_column(BigInteger)
     persistent_bytes: Mapped[int | None] = mapped_column(BigInteger)
     peak_reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    survival_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    device_used_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    stack: Mapped[str] = mapped_column(String(120), server_default="")
+    """Versions to the minor, as ``estimator.calibration.stack_key`` writes them."""
     recommendation_id: Mapped[str | None] = mapped_column(String(64))
     """The recommendation that this run answers (feedback)."""
     content_hash: Mapped[str] = mapped_column(String(64))
@@ -109,3 +114,38 @@ class RunPrediction(Base):
     peak_allocated_bytes: Mapped[int | None] = mapped_column(BigInteger)
     persistent_bytes: Mapped[int | None] = mapped_column(BigInteger)
     peak_reserved_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    survival_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """Only where a run of this fingerprint measured it."""
+    components: Mapped[dict[str, int] | None] = mapped_column(JSON)
+    """Bytes by component at the predicted peak."""
+    model: Mapped[str | None] = mapped_column(String(64))
+    """Which model: runs of one are held out together."""
+    num_communicators: Mapped[int | None]
+
+
+class CalibrationRow(Base):
+    """One version of a calibration. Rows never change."""
+
+    __tablename__ = "calibrations"
+    __table_args__ = (Index(None, "created_at", "id"),)
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """Of the content: fitting the same runs again gives the same id."""
+    created_at: Mapped[dt.datetime] = mapped_column(UtcDateTime)
+    stack: Mapped[str] = mapped_column(String(120))
+    gpu_family: Mapped[str] = mapped_column(String(32))
+    estimator_version: Mapped[str] = mapped_column(String(64))
+    num_runs: Mapped[int]
+    document: Mapped[dict[str, Any]] = mapped_column(JSON)
+    run_ids: Mapped[list[str]] = mapped_column(JSON)
+
+
+class ActiveCalibration(Base):
+    """The calibration that answers for a stack and a GPU family; without a row, the shipped one."""
+
+    __tablename__ = "active_calibrations"
+
+    stack: Mapped[str] = mapped_column(String(120), primary_key=True)
+    gpu_family: Mapped[str] = mapped_column(String(32), primary_key=True)
+    calibration_id: Mapped[str] = mapped_column(ForeignKey("calibrations.id"))
+    activated_at: Mapped[dt.datetime] = mapped_column(UtcDateTime)

@@ -5,27 +5,42 @@ from __future__ import annotations
 import datetime as dt
 import json
 import secrets
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.schemas import EstimateBody, RecommendBody
 from app.settings import Settings, get_settings
+from estimator.requests import EstimateRequest, RecommendRequest
+
+if TYPE_CHECKING:
+    from estimator.calibration import Calibration
+
+Request = TypeVar("Request", EstimateRequest, RecommendRequest)
 
 
-def estimate(body: EstimateBody) -> dict[str, Any]:
-    """The answer of POST /estimate. Raises JobError, NotModelled."""
+def estimate(body: EstimateBody, calibrations: tuple[Calibration, ...] = ()) -> dict[str, Any]:
+    """The answer of POST /estimate. ``calibrations``: the active ones. Raises JobError, NotModelled."""
     from estimator.answers import estimate_answer
 
-    return estimate_answer(body.to_request())
+    return estimate_answer(calibrated(body.to_request(), calibrations))
 
 
-def recommend(body: RecommendBody, settings: Settings | None = None) -> dict[str, Any]:
+def recommend(
+    body: RecommendBody, settings: Settings | None = None, calibrations: tuple[Calibration, ...] = ()
+) -> dict[str, Any]:
     """The answer of POST /recommend with its own new id; not stored yet. Raises JobError, NotModelled."""
     from app.services.diagnosis import evidence_of
     from estimator.answers import recommend_answer
 
-    answer = recommend_answer(body.to_request(evidence_of(body.evidence, settings or get_settings())))
+    request = body.to_request(evidence_of(body.evidence, settings or get_settings()))
+    answer = recommend_answer(calibrated(request, calibrations))
     identity = {"id": new_id(), "created_at": dt.datetime.now(dt.UTC).isoformat(timespec="microseconds")}
     return identity | {name: value for name, value in answer.items() if name not in identity}
+
+
+def calibrated(request: Request, calibrations: tuple[Calibration, ...]) -> Request:
+    """The same question, to be answered with these calibrations where they hold."""
+    return replace(request, cluster=replace(request.cluster, calibrations=calibrations))
 
 
 def new_id() -> str:

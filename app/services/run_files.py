@@ -17,6 +17,9 @@ from estimator.diagnose import file_lines, job_from_evidence, parse_evidence
 from estimator.diagnose.snapshot import SnapshotRefused, read_snapshot
 
 MAX_LINE_BYTES = 4 << 20
+SURVIVAL_TOLERANCE = 0.01
+"""A bracket that is wider says too little."""
+GRAIN_BYTES = 4 << 20
 _STACK = ("megatron_core", "megatron_bridge", "transformer_engine", "torch")
 
 
@@ -75,6 +78,11 @@ def _from_profiler(record: Mapping[str, Any]) -> dict[str, Any]:
     stack = record.get("stack")
     measured = {name: record.get(name) for name in Measured.model_fields}
     phases = record.get("phases")
+    job = record.get("job")
+    if record.get("kind") == "survival":
+        measured["survival_bytes"] = _bisected(record)
+        parallel = _inner(job, "settings", "parallel")
+        record = {**record, "world_size": parallel.get("world_size"), "rank": _inner(job).get("rank")}
     return {
         "run_id": record.get("run_id"),
         "source": "profiler",
@@ -85,12 +93,26 @@ def _from_profiler(record: Mapping[str, Any]) -> dict[str, Any]:
         "rank": record.get("rank"),
         "allocator": record.get("allocator"),
         "stack": {k: v for k, v in stack.items() if k in _STACK and v} if isinstance(stack, dict) else {},
-        "profile": record.get("job"),
+        "profile": job,
         "measured": {name: value for name, value in measured.items() if value is not None},
         "phases": [_phase(p) for p in phases] if isinstance(phases, list) else [],
         "measured_at": record.get("started_at"),
         "error": record.get("error") if isinstance(record.get("error"), str) else None,
     }
+
+
+def _bisected(record: Mapping[str, Any]) -> int | None:
+    """The cap that a run survived, where the next lower one that was tried killed it."""
+    dies, survives = record.get("dies_at_bytes"), record.get("survives_at_bytes")
+    if not isinstance(dies, int) or not isinstance(survives, int):
+        return None
+    return survives if survives - dies <= max(GRAIN_BYTES, SURVIVAL_TOLERANCE * survives) else None
+
+
+def _inner(document: Any, *names: str) -> Mapping[str, Any]:
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
 
 
 def _phase(phase: Any) -> Any:

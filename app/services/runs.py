@@ -7,7 +7,7 @@ import binascii
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from app.db.models import ProfiledRun, RunPrediction
 from app.db.repositories import Runs
 from app.db.session import Database
 from app.schemas import Run
-from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION
+from estimator import SCHEMA_VERSION
+from estimator.calibration import stack_key
 from estimator.catalog import find_gpu
-from estimator.errors import EstimatorError, FieldProblem, JobError
+from estimator.errors import FieldProblem, JobError
 from estimator.reading import read_stack
-from estimator.validation import Row, compare_record
 
 _VERSION_CHARACTERS = frozenset("0123456789abcdefghijklmnopqrstuvwxyz.+-_")
 
@@ -94,7 +94,13 @@ def check(run: Run, where: str) -> list[FieldProblem]:
         found.append(FieldProblem(f"{where}.rank", f"is not below world_size {run.world_size}"))
     if run.outcome == "ok" and run.source != "feedback" and measured.peak_allocated_bytes is None:
         found.append(FieldProblem(f"{where}.measured.peak_allocated_bytes", "is required for a run that was ok"))
-    for name in ("peak_allocated_bytes", "persistent_bytes", "peak_reserved_bytes", "device_used_bytes"):
+    for name in (
+        "peak_allocated_bytes",
+        "persistent_bytes",
+        "peak_reserved_bytes",
+        "device_used_bytes",
+        "survival_bytes",
+    ):
         value = getattr(measured, name)
         if value is not None and total is not None and value > 1.01 * total:
             found.append(
@@ -103,6 +109,8 @@ def check(run: Run, where: str) -> list[FieldProblem]:
     peak, reserved = measured.peak_allocated_bytes, measured.peak_reserved_bytes
     if peak is not None and reserved is not None and reserved < peak:
         found.append(FieldProblem(f"{where}.measured.peak_reserved_bytes", "is below peak_allocated_bytes"))
+    if peak is not None and measured.survival_bytes is not None and measured.survival_bytes < 0.99 * peak:
+        found.append(FieldProblem(f"{where}.measured.survival_bytes", "is below peak_allocated_bytes"))
     if run.source != "feedback" and run.job is None and run.profile is None:
         found.append(FieldProblem(f"{where}.job", "is required", "the job as POST /estimate takes it"))
     return found
@@ -126,6 +134,9 @@ def _row(run: Run, recommendation_id: str | None) -> dict[str, Any]:
         "peak_allocated_bytes": run.measured.peak_allocated_bytes,
         "persistent_bytes": run.measured.persistent_bytes,
         "peak_reserved_bytes": run.measured.peak_reserved_bytes,
+        "survival_bytes": run.measured.survival_bytes,
+        "device_used_bytes": run.measured.device_used_bytes,
+        "stack": stack_key(read_stack(run.stack)),
         "recommendation_id": recommendation_id,
         "content_hash": hashlib.sha256(content.encode()).hexdigest(),
         "document": document,
@@ -150,65 +161,6 @@ def strategy_of(run: Run) -> str | None:
     return None
 
 
-def predictions(database: Database, runs: Iterable[ProfiledRun]) -> dict[str, RunPrediction]:
-    """What this version says of each run, by fingerprint: read where it was said before, else estimated and kept."""
-    wanted = {run.fingerprint: run for run in runs}
-    with database.transaction() as session:
-        known = Runs(session).predictions(list(wanted), ESTIMATOR_VERSION)
-    for key, run in wanted.items():
-        if key in known:
-            continue
-        known[key] = _predict(run)
-        with database.transaction() as session:
-            Runs(session).add_prediction(_copy(known[key]))
-    return known
-
-
-def _copy(row: RunPrediction) -> RunPrediction:
-    return RunPrediction(**{column.name: getattr(row, column.name) for column in RunPrediction.__table__.columns})
-
-
-def _predict(run: ProfiledRun) -> RunPrediction:
-    row: Row | None = None
-    refused: str | None = "the job is not given as the profiler writes it"
-    profile = run.document.get("profile")
-    if profile is not None:
-        try:
-            row = compare_record(as_record(run.document))
-            refused = row.refused
-        except (EstimatorError, ValueError, KeyError, TypeError, ArithmeticError) as error:
-            refused = f"the job cannot be read: {error}"
-    predicted = row.predicted if row is not None else {}
-    return RunPrediction(
-        fingerprint=run.fingerprint,
-        estimator_version=ESTIMATOR_VERSION,
-        refused=refused[:200] if refused else None,
-        peak_allocated_bytes=predicted.get("peak"),
-        persistent_bytes=predicted.get("persistent"),
-        peak_reserved_bytes=predicted.get("reserved"),
-    )
-
-
-_CAPABILITY = {"ampere": "8.0", "ada": "8.9", "hopper": "9.0", "blackwell": "10.0"}
-
-
-def as_record(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored run as the profiler's record, as far as a comparison needs it."""
-    measured = document.get("measured") or {}
-    family = find_gpu(document["gpu"]).family
-    return {
-        "run_id": document["run_id"],
-        "job": document["profile"],
-        "rank": document.get("rank", 0),
-        "outcome": document.get("outcome", "ok"),
-        "phases": document.get("phases", []),
-        "gpu": {"compute_capability": _CAPABILITY.get(family, "9.0")},
-        "peak_allocated_bytes": measured.get("peak_allocated_bytes"),
-        "persistent_bytes": measured.get("persistent_bytes"),
-        "peak_reserved_bytes": measured.get("peak_reserved_bytes"),
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Page:
     """Rows, newest first, and where the next page begins."""
@@ -219,12 +171,12 @@ class Page:
 
 def page(database: Database, filters: Mapping[str, str], limit: int, cursor: str | None) -> Page:
     """Raises JobError for a cursor that this service did not give."""
-    after = _read_cursor(cursor) if cursor else None
+    after = read_cursor(cursor) if cursor else None
     with database.transaction() as session:
         rows = Runs(session).page(filters, limit + 1, after)
     more = len(rows) > limit
     rows = rows[:limit]
-    return Page(rows, _cursor(rows[-1]) if more else None)
+    return Page(rows, make_cursor(rows[-1].stored_at, rows[-1].run_id) if more else None)
 
 
 def get(database: Database, run_id: str) -> ProfiledRun | None:
@@ -232,12 +184,14 @@ def get(database: Database, run_id: str) -> ProfiledRun | None:
         return Runs(session).get(run_id)
 
 
-def _cursor(row: ProfiledRun) -> str:
-    text = f"{row.stored_at.astimezone(dt.UTC).isoformat()} {row.run_id}"
+def make_cursor(moment: dt.datetime, name: str) -> str:
+    """Where a page ended: the time and the id of its last row."""
+    text = f"{moment.astimezone(dt.UTC).isoformat()} {name}"
     return base64.urlsafe_b64encode(text.encode()).decode()
 
 
-def _read_cursor(cursor: str) -> tuple[dt.datetime, str]:
+def read_cursor(cursor: str) -> tuple[dt.datetime, str]:
+    """The inverse; raises JobError."""
     try:
         stored_at, _, run_id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
         moment = dt.datetime.fromisoformat(stored_at)

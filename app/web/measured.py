@@ -10,7 +10,7 @@ from typing import Any
 from app.db.models import ProfiledRun, RunPrediction
 from app.db.session import Database
 from app.problems import of_estimator_error
-from app.services import run_files, runs
+from app.services import predictions, run_files, runs
 from app.web.charts import scatter_plot
 from estimator.catalog import find_gpu
 from estimator.errors import JobError
@@ -72,7 +72,7 @@ def context(database: Database, query: Mapping[str, str]) -> dict[str, Any]:
     except JobError as error:
         filter_error = error.problems[0].message
         page = shown = runs.page(database, filters, COMPARED, None)
-    predicted = runs.predictions(database, page.rows) | runs.predictions(database, shown.rows)
+    predicted = predictions.of_runs(database, page.rows) | predictions.of_runs(database, shown.rows)
     pairs = [pair for run in page.rows if (pair := _pair(run, predicted.get(run.fingerprint)))]
     plotted = [(m / GIB, p / GIB, f"{run.run_id}: {100 * (p / m - 1):+.2f} %") for run, m, p in pairs]
     return {

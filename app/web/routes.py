@@ -17,7 +17,7 @@ from app.api.errors import ProblemError
 from app.db.session import Database
 from app.problems import Problem, of_estimator_error, of_validation_error
 from app.schemas import DiagnoseBody, OutcomeBody
-from app.services import answers, diagnosis, evidence, outcomes, storage
+from app.services import answers, calibrations, diagnosis, evidence, outcomes, storage
 from app.settings import Settings
 from app.web import forms, measured, result
 from app.web.forms import StartForm
@@ -167,7 +167,7 @@ def _recommend(form: StartForm, settings: Settings, database: Database) -> Respo
     if isinstance(body, StartForm):
         return _start(body, 422)
     try:
-        answer = answers.recommend(body, settings)
+        answer = answers.recommend(body, settings, calibrations.active(database))
     except EstimatorError as error:
         return _start(forms.with_problem(form, of_estimator_error(error)), 422)
     storage.store(database, body, answer)

@@ -39,9 +39,12 @@ class HeldOut:
 
 
 def fit(
-    rows: Sequence[Observation], stack: str, gpu_family: str, estimator_version: str, created_at: str
+    rows: Sequence[Observation], stack: str, gpu_family: str, estimator_version: str, created_at: str, left_out: int = 0
 ) -> dict[str, Any]:
-    """The document of a calibration (``from_document`` makes it usable). Deterministic: equal rows, equal id."""
+    """The document of a calibration (``from_document`` makes it usable). Deterministic: equal rows, equal id.
+
+    ``left_out``: how many runs of the check split the caller has kept away.
+    """
     rows = sorted(rows, key=lambda row: row.run_id)
     everything = Table.of(rows)
     screened = screen(everything, gpu_family)
@@ -57,7 +60,7 @@ def fit(
         "stack": stack,
         "gpu_family": gpu_family,
         "created_at": created_at,
-        "provenance": _provenance(rows, table, estimator_version),
+        "provenance": _provenance(rows, table, estimator_version) | {"num_left_out_of_check": left_out},
         "applied_part": held_out.part,
         "applied_because": held_out.reason,
         "coefficients": _coefficients(table, solution, held_out.part),

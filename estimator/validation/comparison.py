@@ -10,8 +10,8 @@ from estimator.job.settings import Settings
 from estimator.profiling.job import ProfileJob, job_from_dict
 from estimator.profiling.record import phase_of
 from estimator.step import step_timeline
-from estimator.survival import peak_reserved_bytes
-from estimator.timeline import PhaseResult
+from estimator.survival import peak_reserved_bytes, survival_bytes
+from estimator.timeline import PhaseResult, Timeline
 
 COMPARED_PHASES = ("first_forward_backward", "first_optimizer_step", "steady_forward_backward", "steady_optimizer_step")
 BUILD_PHASES = {"model_build": ("model_build", "wrap"), "optimizer_build": ("optimizer_build",)}
@@ -55,8 +55,11 @@ def pipeline_rank_of(settings: Settings, rank: int) -> int:
     return rank * settings.parallel.pipeline_model_parallel_size // settings.parallel.world_size
 
 
-def compare_record(record: Mapping[str, Any]) -> Row:
-    """Raises ValueError naming the field if the record's job cannot be read."""
+def compare_record(record: Mapping[str, Any], with_survival: bool = False) -> Row:
+    """``with_survival``: predict "survival", too, which takes longer.
+
+    Raises ValueError naming the field if the record's job cannot be read.
+    """
     job = job_from_dict(record["job"])
     about = (str(record["run_id"]), job.tags, job.settings.sharding.strategy)
     if record["outcome"] != "ok":
@@ -79,10 +82,15 @@ def compare_record(record: Mapping[str, Any]) -> Row:
             "peak": worst.peak_bytes,
             "persistent": phases["steady_optimizer_step"].allocated_bytes,
             "reserved": peak_reserved_bytes(step.timeline, job.allocator),
+            **(survival_of(step.timeline, job.allocator) if with_survival else {}),
         },
         components_at_peak=step.timeline.components_at_peak(worst),
         phase_errors=_phase_errors(record, phases),
     )
+
+
+def survival_of(timeline: Timeline, allocator: str) -> dict[str, int]:
+    return {"survival": survival_bytes(timeline, (allocator,))[allocator]}
 
 
 def _phase_errors(record: Mapping[str, Any], phases: Mapping[str, PhaseResult]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from app.db.models import Recommendation
 from app.db.session import Database
 from app.problems import Problem
 from app.schemas import EstimateBody, OutcomeBody, RecommendBody
-from app.services import answers, outcomes, storage
+from app.services import answers, calibrations, outcomes, storage
 from app.settings import Settings
 from estimator import SCHEMA_VERSION
 from estimator.errors import FieldProblem
@@ -39,10 +39,13 @@ def build_router(settings: Settings) -> APIRouter:
         "/estimate",
         summary="Memory of a job, by moment and component",
         max_body_size=settings.max_estimate_body_bytes,
-        responses={200: {"model": EstimateAnswer}, **problem_responses(*BODY_ERRORS)},
+        responses={200: {"model": EstimateAnswer}, **problem_responses(*BODY_ERRORS, 503)},
     )
-    def estimate(body: Annotated[EstimateBody, Body(openapi_examples=_examples())]) -> Response:
-        return Response(answers.encode(answers.estimate(body)), media_type=JSON)
+    def estimate(
+        body: Annotated[EstimateBody, Body(openapi_examples=_examples())], database: DatabaseDependency
+    ) -> Response:
+        answer = answers.estimate(body, calibrations.active(database))
+        return Response(answers.encode(answer), media_type=JSON)
 
     @router.post(
         "/recommend",
@@ -53,7 +56,7 @@ def build_router(settings: Settings) -> APIRouter:
     def recommend(
         body: Annotated[RecommendBody, Body(openapi_examples=_examples())], database: DatabaseDependency
     ) -> Response:
-        answer = answers.recommend(body, settings)
+        answer = answers.recommend(body, settings, calibrations.active(database))
         content = answers.encode(answer)
         storage.store(database, body, answer)
         headers = {"Content-Location": f"/recommendations/{answer['id']}", "ETag": _etag(content)}

@@ -14,7 +14,7 @@ from app.api.errors import ProblemError, problem_responses
 from app.db.repositories import Runs
 from app.problems import Problem
 from app.schemas import RunsBody
-from app.services import runs
+from app.services import predictions, runs
 from app.services.answers import encode
 from app.settings import Settings
 from estimator import SCHEMA_VERSION
@@ -93,7 +93,7 @@ def build_router(settings: Settings) -> APIRouter:
         if row is None:
             error = FieldProblem("run_id", "no run has this id")
             raise ProblemError(Problem("not-found", "no run has this id", (error,)))
-        predicted = runs.predictions(database, [row])[row.fingerprint]
+        predicted = predictions.of_runs(database, [row])[row.fingerprint]
         return Response(encode(runs.as_plain(row, predicted)), media_type=JSON)
 
     return router
