@@ -11,6 +11,8 @@ GRADIENT_BUCKETS = "gradient_buckets"
 WEIGHT_GRADIENTS = "weight_gradients"
 ATTENTION = "activations_attention"
 MLP = "activations_mlp"
+EXPERTS = "activations_experts"
+ROUTER = "activations_router"
 NORMS = "activations_norms"
 RESIDUAL = "activations_residual"
 LOGITS = "logits_and_loss"
@@ -22,7 +24,7 @@ WORKSPACES = "library_workspaces"
 FP8_WEIGHTS = "fp8_weight_copies"
 CALIBRATION = "calibration"
 
-ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL)
+ACTIVATIONS = (ATTENTION, MLP, EXPERTS, ROUTER, NORMS, RESIDUAL)
 STATES = (PARAMETERS, MAIN_PARAMETERS, MAIN_GRADIENTS, OPTIMIZER_STATES)
 
 MEANING = {
@@ -35,6 +37,8 @@ MEANING = {
     WEIGHT_GRADIENTS: "gradients of weights before they are added to the gradient buffer",
     ATTENTION: "saved and temporary tensors of attention",
     MLP: "saved and temporary tensors of the MLP",
+    EXPERTS: "tokens sent to experts, what experts save, shared experts",
+    ROUTER: "routing probabilities and maps",
     NORMS: "outputs and statistics of the norms",
     RESIDUAL: "the residual stream between layers",
     LOGITS: "logits, cross entropy and the loss",

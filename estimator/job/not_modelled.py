@@ -14,14 +14,19 @@ MODELLED_MODEL_CLASSES = frozenset(
     {
         "megatron.bridge.models.gpt_provider.GPTModelProvider",
         "megatron.bridge.models.mistral.mistral_provider.MistralModelProvider",
+        "megatron.bridge.models.mla_provider.MLAModelProvider",
     }
 )
-"""Text-only, dense providers that build a plain GPTModel of the default Transformer Engine layers."""
+"""Text-only providers that build a plain GPTModel of the default Transformer Engine layers."""
 
 MODELLED_DATASET_CLASSES = frozenset({"GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig"})
 """Datasets whose batches are exactly [micro_batch_size, seq_length] and whose mask is the causal one."""
 
 MODELLED_LAYER_SPECS = frozenset({"default_layer_spec", "transformer_engine_layer_spec", None})
+MODELLED_BLOCK_SPECS = frozenset(
+    {"get_gpt_decoder_block_spec", "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"}
+)
+"""Layer specifications that follow ``moe_layer_freq``; the default ones build experts in every layer."""
 MODELLED_FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise"})
 MODELLED_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -61,6 +66,10 @@ def _not_full(value: Any, values: Values) -> bool:
 
 def _unknown_recompute(value: Any, values: Values) -> bool:
     modelled = {"core_attn", "layernorm", "mlp"}
+    if values["model"].get("num_moe_experts"):
+        modelled |= {"moe", "moe_act", "shared_experts"}
+    if values["model"].get("multi_latent_attention"):
+        modelled |= {"mla_up_proj"}
     selective = values["model"].get("recompute_granularity") == "selective"
     return selective and bool(set(value or ()) - modelled)
 
@@ -89,13 +98,67 @@ def _blockwise_gather(value: Any, values: Values) -> bool:
     return bool(value) and split and model.get("fp8_recipe") == "blockwise"
 
 
+def _with_experts(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
+    return lambda value, values: bool(values["model"].get("num_moe_experts")) and predicate(value, values)
+
+
+def _with_latents(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
+    return lambda value, values: bool(values["model"].get("multi_latent_attention")) and predicate(value, values)
+
+
+def _kind_without_fp8(value: Any, values: Values) -> bool:
+    model = values["model"]
+    return bool(value) and bool(model.get("num_moe_experts") or model.get("multi_latent_attention"))
+
+
+def _unknown_spec(value: Any, values: Values) -> bool:
+    model = values["model"]
+    if model.get("multi_latent_attention"):
+        return value not in MODELLED_BLOCK_SPECS
+    return value not in MODELLED_LAYER_SPECS | MODELLED_BLOCK_SPECS
+
+
+def _odd_balancing(value: Any, _: Values) -> bool:
+    kinds = value if isinstance(value, list) else [value]
+    return not set(kinds) <= {"aux_loss", "seq_aux_loss", "global_aux_loss", "none", "noaux_tc"}
+
+
 NOT_MODELLED: tuple[Row, ...] = (
     # path, predicate(value, whole document), what the field says
     ("model._target_", lambda v, _: v not in MODELLED_MODEL_CLASSES, "this model class"),
-    ("model.num_moe_experts", _is_set, "mixture of experts"),
-    ("model.multi_latent_attention", _is_set, "multi-latent attention"),
     ("model.mtp_num_layers", _is_set, "multi-token prediction"),
-    ("model.expert_model_parallel_size", _over_one, "expert parallelism"),
+    ("model.fp8", _kind_without_fp8, "experts or latent attention in FP8"),
+    ("model.context_parallel_size", _with_latents(_over_one), "latent attention under context parallelism"),
+    ("model.mla_down_proj_fusion", _with_latents(_is_set), "one product for both latents"),
+    ("model.rope_type", _with_latents(lambda v, _: v not in ("rope", "yarn")), "this rotary embedding of latents"),
+    ("model.moe_grouped_gemm", _with_experts(lambda v, _: not v), "experts one after another"),
+    ("model.moe_token_dispatcher_type", _with_experts(lambda v, _: v != "alltoall"), "this token dispatcher"),
+    ("model.moe_apply_probs_on_input", _with_experts(_is_set), "probabilities applied before the experts"),
+    ("model.moe_router_padding_for_quantization", _with_experts(_is_set), "routing padded for quantization"),
+    ("model.moe_router_load_balancing_type", _with_experts(_odd_balancing), "this load balancing"),
+    ("model.moe_z_loss_coeff", _with_experts(_given), "a z-loss of the router"),
+    ("model.moe_input_jitter_eps", _with_experts(_given), "jitter of the router's input"),
+    ("model.moe_expert_capacity_factor", _with_experts(_given), "a capacity of each expert"),
+    ("model.moe_router_dtype", _with_experts(lambda v, _: v == "fp64"), "routing in FP64"),
+    ("model.moe_mlp_glu_interleave_size", _with_experts(_given), "interleaved gates of experts"),
+    ("model.moe_paged_stash", _with_experts(_is_set), "paged stashes of experts"),
+    ("model.moe_single_grouped_weight", _with_experts(_is_set), "one weight for all experts"),
+    ("model.moe_router_force_biased", _with_experts(_given), "a forced bias of the router"),
+    ("model.add_bias_linear", _with_experts(_is_set), "experts with biases"),
+    ("model.activation_func_fp8_input_store", _with_experts(_is_set), "activations of experts stored in FP8"),
+    ("model.use_te_activation_func", _with_experts(_is_set), "Transformer Engine's activations"),
+    (
+        "model.overlap_dispatch_backward_with_experts_wgrad",
+        _with_experts(_is_set),
+        "delayed weight gradients of experts",
+    ),
+    ("model.dense_grouped_gemm", _is_set, "grouped products in dense layers"),
+    ("model.use_grouped_gemm_for_shared_expert", _with_experts(_is_set), "a grouped product for shared experts"),
+    (
+        "ddp.fsdp_double_buffer",
+        _with_experts(lambda v, values: bool(v) and _fsdp(values)),
+        "double buffers with experts",
+    ),
     ("model.overlap_p2p_comm_warmup_flush", _is_set, "overlapped pipeline communication in warm-up and flush"),
     ("model.is_hybrid_model", _is_set, "hybrid (Mamba) layers"),
     ("model.experimental_attention_variant", _given, "an experimental attention variant"),
@@ -118,7 +181,7 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("model.params_dtype", lambda v, _: v != "bfloat16", "parameters in anything but BF16"),
     ("model.fp32_residual_connection", _is_set, "a residual stream in FP32"),
     ("model.transformer_impl", lambda v, _: v != "transformer_engine", "layers other than Transformer Engine's"),
-    ("model.transformer_layer_spec", lambda v, _: v not in MODELLED_LAYER_SPECS, "a layer specification of its own"),
+    ("model.transformer_layer_spec", _unknown_spec, "a layer specification of its own"),
     ("model.use_transformer_engine_full_layer_spec", _is_set, "Transformer Engine's whole-layer module"),
     ("model.use_transformer_engine_op_fuser", _is_set, "Transformer Engine's operation fuser"),
     ("model.attention_backend", lambda v, _: v in ("local", "unfused"), "unfused attention"),

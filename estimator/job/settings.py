@@ -30,6 +30,51 @@ class Fp8Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class MlaSettings:
+    """Multi-latent attention: widths of the latent projections and of a head's parts."""
+
+    q_lora_rank: int | None
+    """None: queries come straight from the hidden states."""
+    kv_lora_rank: int
+    qk_head_dim: int
+    """Of a query's head, the part without positions."""
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+    @property
+    def query_head_dim(self) -> int:
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSettings:
+    """Mixture of experts: the layers that have one, its router, dispatcher and experts."""
+
+    num_experts: int
+    ffn_hidden_size: int
+    topk: int
+    pattern: tuple[int, ...]
+    """1 for each layer with experts, 0 for each dense one."""
+    dispatcher: str = "alltoall"
+    """alltoall | deepep | hybridep."""
+    permute_fusion: bool = False
+    router_dtype: str = "bfloat16"
+    router_fusion: bool = False
+    score_function: str = "softmax"
+    aux_losses: int = 0
+    """How many balancing losses are added."""
+    expert_bias: bool = False
+    force_load_balancing: bool = False
+    shared_size: int = 0
+    """FFN width of the shared experts, 0 for none."""
+    shared_overlap: bool = False
+    shared_gate: bool = False
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    latent_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Dimensions and implementation of a GPT model; h, f, a, g, d, V, L, s of the formulas in ``estimator.model``."""
 
@@ -71,6 +116,12 @@ class ModelSettings:
     """Gemma 2/3: extra norms after attention and MLP."""
     model_class: str = "GPTModelProvider"
     fp8: Fp8Settings | None = None
+    mla: MlaSettings | None = None
+    moe: MoeSettings | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer of the whole model is a mixture of experts."""
+        return self.moe is not None and self.moe.pattern[layer] == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +132,8 @@ class ParallelSettings:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
@@ -108,6 +161,18 @@ class ParallelSettings:
     def data_context_parallel_size(self) -> int:
         """Ranks that shard dense states: DP * CP."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts, and shard their states: world / (PP EP ETP)."""
+        return self.world_size // (
+            self.pipeline_model_parallel_size * self.expert_model_parallel_size * self.expert_tensor_parallel_size
+        )
+
+    @property
+    def weight_split(self) -> tuple[int, int, int]:
+        """Over how many ranks weights are split: TP, EP, ETP."""
+        return self.tensor_model_parallel_size, self.expert_model_parallel_size, self.expert_tensor_parallel_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +283,8 @@ class Settings:
     batch: BatchSettings
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     stack: Stack = field(default_factory=Stack)
+    moe_load_imbalance: float = 1.0
+    """Tokens that the experts of the fullest rank receive, over the mean of all ranks: an assumption."""
 
     @property
     def num_microbatches(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from estimator.errors import NotModelled
+from estimator.errors import FieldProblem, JobError, NotModelled
 from estimator.job.not_modelled import fields_in_the_way
 from estimator.job.settings import (
     BatchSettings,
     Fp8Settings,
+    MlaSettings,
     ModelSettings,
+    MoeSettings,
     OptimizerSettings,
     ParallelSettings,
     RecomputeSettings,
@@ -117,7 +119,64 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
         bias_activation_fusion=bool(model.get("bias_activation_fusion")),
         model_class=str(model["_target_"]).rpartition(".")[2],
         fp8=_fp8(model),
+        mla=_mla(model),
+        moe=_moe(model),
     )
+
+
+def _mla(model: Mapping[str, Any]) -> MlaSettings | None:
+    if not model.get("multi_latent_attention"):
+        return None
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return MlaSettings(**{name: model[name] for name in names})
+
+
+def _moe(model: Mapping[str, Any]) -> MoeSettings | None:
+    experts = model.get("num_moe_experts")
+    if not experts:
+        return None
+    balancing = model.get("moe_router_load_balancing_type")
+    kinds = balancing if isinstance(balancing, list) else [balancing]
+    coefficients = model.get("moe_aux_loss_coeff")
+    weights = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    dispatcher = model.get("moe_token_dispatcher_type")
+    flexible = str(model.get("moe_flex_dispatcher_backend"))
+    return MoeSettings(
+        num_experts=experts,
+        ffn_hidden_size=model["moe_ffn_hidden_size"],
+        topk=model["moe_router_topk"],
+        pattern=_pattern(model),
+        dispatcher=flexible if dispatcher == "flex" else str(dispatcher),
+        permute_fusion=bool(model.get("moe_permute_fusion")),
+        router_dtype="float32" if model.get("moe_router_dtype") == "fp32" else str(model["params_dtype"]),
+        router_fusion=bool(model.get("moe_router_fusion")),
+        score_function=str(model.get("moe_router_score_function")),
+        aux_losses=sum(
+            1 for kind, weight in zip(kinds, weights, strict=False) if str(kind).endswith("aux_loss") and weight
+        ),
+        expert_bias=bool(model.get("moe_router_enable_expert_bias")),
+        force_load_balancing=bool(model.get("moe_router_force_load_balancing")),
+        shared_size=model.get("moe_shared_expert_intermediate_size") or 0,
+        shared_overlap=bool(model.get("moe_shared_expert_overlap")),
+        shared_gate=bool(model.get("moe_shared_expert_gate")),
+        latent_size=model.get("moe_latent_size"),
+    )
+
+
+def _pattern(model: Mapping[str, Any]) -> tuple[int, ...]:
+    """1 for layers with experts. Only the block specification follows ``moe_layer_freq``: every layer of the default
+    one has experts (megatron-bridge 0.6.2 models/gpt_provider.py:51-66, megatron-core 0.19.2
+    models/gpt/gpt_layer_specs.py:640-672)."""
+    layers: int = model["num_layers"]
+    frequency = model.get("moe_layer_freq", 1)
+    if "block_spec" not in str(model.get("transformer_layer_spec")):
+        return (1,) * layers
+    if isinstance(frequency, int):
+        return tuple(int(i % frequency == 0) for i in range(layers))
+    if not isinstance(frequency, list) or len(frequency) != layers or not set(frequency) <= {0, 1}:
+        message = f"must be a whole number or a list of {layers} zeros and ones"
+        raise JobError([FieldProblem("job.config.model.moe_layer_freq", message)])
+    return tuple(frequency)
 
 
 def _fp8(model: Mapping[str, Any]) -> Fp8Settings | None:
@@ -143,12 +202,16 @@ def _parallel(model: Mapping[str, Any], world_size: int) -> ParallelSettings:
         "account_for_embedding_in_pipeline_split",
         "account_for_loss_in_pipeline_split",
         "virtual_pipeline_model_parallel_size",
+        "expert_model_parallel_size",
     ]
     layout = model.get("pipeline_model_parallel_layout")
     interleaved = (model.get("virtual_pipeline_model_parallel_size") or 1) > 1
     group = model.get("microbatch_group_size_per_vp_stage") if interleaved else None
     return ParallelSettings(
         world_size=world_size,
+        expert_tensor_parallel_size=(model.get("expert_tensor_parallel_size") or 1)
+        if model.get("num_moe_experts")
+        else 1,
         overlap_p2p_comm=interleaved and bool(model.get("overlap_p2p_comm")),
         microbatch_group_size_per_vp_stage=None if group == model.get("pipeline_model_parallel_size") else group,
         pipeline_model_parallel_layout=layout if isinstance(layout, str) else _stages(layout),

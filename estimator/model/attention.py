@@ -40,16 +40,17 @@ def fused_backward_workspace(x: Shapes) -> int:
 class Attention:
     """Writes the blocks of one layer's self-attention, from ``prev/output`` to ``residual``."""
 
-    def __init__(self, model: ModelSettings, shapes: Shapes) -> None:
+    def __init__(self, model: ModelSettings, shapes: Shapes, modules: tuple[str, ...] = ()) -> None:
         self.model, self.x = model, shapes
+        self.recompute_core = "core_attn" in modules
         self.rotary = model.position_embedding_type in ("rope", "yarn")
         self.ring = shapes.context_parallel > 1
         self.values = "kv" if self.ring else "value"
         self.qkv_bytes = shapes.query * (2 if model.attention_output_gate else 1) + 2 * shapes.key
 
-    def forward(self, s: Scribe, keep: bool, recompute_core: bool = False) -> None:
+    def forward(self, s: Scribe, keep: bool) -> None:
         """``keep``: save for backward (False: under activation checkpointing, where nothing is saved)."""
-        x, m = self.x, self.model
+        x, m, recompute_core = self.x, self.model, self.recompute_core
         norm_and_column_forward(s, x, m, "qkv", self.qkv_bytes, ATTENTION, keep)
         s.alloc("query_copy", x.query, ATTENTION)
         query, key = "query_copy", None
@@ -147,11 +148,9 @@ class Attention:
         s.alloc("attention_output_again", self.x.query, ATTENTION)
         s.alloc("softmax_statistics", softmax_statistics(self.x), ATTENTION)
 
-    def backward(
-        self, s: Scribe, fused_wgrad: bool, recompute_core: bool = False, keep_input: bool = False
-    ) -> list[Step]:
+    def backward(self, s: Scribe, fused_wgrad: bool, keep_input: bool = False) -> list[Step]:
         """From the gradient of the residual stream to the gradient of this layer's input, added to it in place."""
-        x, m = self.x, self.model
+        x, m, recompute_core = self.x, self.model, self.recompute_core
         steps: list[Step] = []
         dropped = write_dropout_backward(s, x, m, "attention_dropout_mask")
         if fused_wgrad:

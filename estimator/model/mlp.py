@@ -19,8 +19,9 @@ from estimator.timeline import Scribe
 class Mlp:
     """Writes the blocks of one layer's MLP, from ``residual`` to ``output``."""
 
-    def __init__(self, model: ModelSettings, shapes: Shapes) -> None:
+    def __init__(self, model: ModelSettings, shapes: Shapes, modules: tuple[str, ...] = ()) -> None:
         self.model, self.x = model, shapes
+        self.recompute = "mlp" in modules
         self.fc1_bytes = shapes.ffn * (2 if model.gated_linear_unit else 1)
         self.split_gate = model.gated_linear_unit and not model.bias_activation_fusion
 
@@ -41,15 +42,13 @@ class Mlp:
         if not keep or x.fp8:
             s.free("activation")
 
-    def forward(self, s: Scribe, keep: bool, recompute: bool = False) -> None:
-        self.inner_forward(s, keep and not recompute)
+    def forward(self, s: Scribe, keep: bool) -> None:
+        self.inner_forward(s, keep and not self.recompute)
         write_add_forward(s, self.x, self.model, "fc2_output", "output", "mlp_dropout_mask", keep)
         if not keep:
             s.free("residual")
 
-    def backward(
-        self, s: Scribe, fused_wgrad: bool, out_of_place: bool, keep_grad: bool = False, recompute: bool = False
-    ) -> list[Step]:
+    def backward(self, s: Scribe, fused_wgrad: bool, out_of_place: bool, keep_grad: bool = False) -> list[Step]:
         """From ``^grad`` (gradient of this layer's output) to the gradient of the residual stream before the MLP.
 
         ``out_of_place``: the sum with the skip connection's gradient takes a tensor of its own (the topmost layer, and
@@ -57,7 +56,7 @@ class Mlp:
         """
         x, m = self.x, self.model
         steps: list[Step] = []
-        if recompute:
+        if self.recompute:
             self.inner_forward(s, keep=True)
         dropped = write_dropout_backward(s, x, m, "mlp_dropout_mask")
         if fused_wgrad:
@@ -91,7 +90,7 @@ class Mlp:
         s.free("fc1_gamma_grad")
         if not fused_wgrad:
             s.free("fc1_wgrad")
-        if recompute:
+        if self.recompute:
             s.free("fc2_output")
         steps.append(s.cut("mlp.end"))
         return steps

@@ -25,6 +25,18 @@ class Parameter:
     fused_gradient: bool = False
     """A GEMM weight whose gradient Transformer Engine can add to main_grad directly (gradient accumulation fusion)."""
     shared_embedding: bool = False
+    expert: bool = False
+    """An expert's weight of an expert-parallel layer: its replicas are the expert data-parallel ranks alone
+    (megatron-core 0.19.2, extensions/transformer_engine.py:85-120)."""
+
+    @property
+    def is_routed(self) -> bool:
+        """A weight of a routed expert, split over ranks or not."""
+        return self.name.startswith("expert_fc")
+
+
+Split = tuple[int, int, int]
+"""Over how many ranks weights are split: TP, EP, ETP."""
 
 
 def _matrix(name: str, rows: int, columns: int, layer: int | None = None) -> Parameter:
@@ -42,15 +54,20 @@ def _norm(name: str, size: int, normalization: str, layer: int | None) -> list[P
     return parameters
 
 
-def layer_parameters(model: ModelSettings, tensor_parallel: int, layer: int) -> list[Parameter]:
-    """Parameters of one dense decoder layer: attention projection, QKV with its norm, fc1 with its norm, fc2."""
-    h, d, t = model.hidden_size, model.kv_channels, tensor_parallel
+def layer_parameters(model: ModelSettings, split: Split, layer: int, experts: bool = False) -> list[Parameter]:
+    """Parameters of one decoder layer: attention with its norm, then the dense MLP with its norm, or the experts."""
+    t = split[0]
+    attention = _latent_attention(model, t, layer) if model.mla else _attention(model, t, layer)
+    return attention + (_experts(model, split, layer) if experts else _mlp(model, t, layer))
+
+
+def _attention(model: ModelSettings, t: int, layer: int) -> list[Parameter]:
+    """Projection, QKV with its norm, norms of queries and keys."""
+    h, d = model.hidden_size, model.kv_channels
     heads = model.num_attention_heads // t
     groups = max(1, model.num_query_groups // t)
     query = heads * d
     qkv_rows = query * (2 if model.attention_output_gate else 1) + 2 * groups * d
-    ffn = model.ffn_hidden_size // t
-    fc1_rows = ffn * (2 if model.gated_linear_unit else 1)
     parameters = [_matrix("linear_proj", h, query, layer)]
     if model.add_bias_linear:
         parameters.append(_vector("linear_proj_bias", h, layer))
@@ -63,7 +80,13 @@ def layer_parameters(model: ModelSettings, tensor_parallel: int, layer: int) -> 
         parameters += _norm("k_layernorm", d, model.normalization, layer)
     if model.post_layer_norms:
         parameters += _norm("post_attention_norm", h, model.normalization, layer)
-    parameters += _norm("fc1_norm", h, model.normalization, layer)
+    return parameters
+
+
+def _mlp(model: ModelSettings, t: int, layer: int) -> list[Parameter]:
+    h, ffn = model.hidden_size, model.ffn_hidden_size // t
+    fc1_rows = ffn * (2 if model.gated_linear_unit else 1)
+    parameters = _norm("fc1_norm", h, model.normalization, layer)
     parameters.append(_matrix("linear_fc1", fc1_rows, h, layer))
     if model.add_bias_linear:
         parameters.append(_vector("linear_fc1_bias", fc1_rows, layer))
@@ -75,16 +98,69 @@ def layer_parameters(model: ModelSettings, tensor_parallel: int, layer: int) -> 
     return parameters
 
 
+def _latent_attention(model: ModelSettings, t: int, layer: int) -> list[Parameter]:
+    """Norm of its own, projection, then the latents' projections, the upper ones with the latents' norms
+    (transformer/multi_latent_attention.py:470-615)."""
+    assert model.mla is not None
+    h, m, heads = model.hidden_size, model.mla, model.num_attention_heads // t
+    parameters = _norm("input_norm", h, model.normalization, layer)
+    parameters.append(_matrix("linear_proj", h, heads * m.v_head_dim, layer))
+    if model.add_bias_linear:
+        parameters.append(_vector("linear_proj_bias", h, layer))
+    latents = [("linear_kv_down_proj", h, m.kv_lora_rank + m.qk_pos_emb_head_dim, False)]
+    latents.append(("linear_kv_up_proj", m.kv_lora_rank, heads * (m.qk_head_dim + m.v_head_dim), True))
+    query = heads * m.query_head_dim
+    if m.q_lora_rank is None:
+        latents.insert(0, ("linear_q_proj", h, query, True))
+    else:
+        latents[:0] = [
+            ("linear_q_down_proj", h, m.q_lora_rank, False),
+            ("linear_q_up_proj", m.q_lora_rank, query, True),
+        ]
+    for name, columns, rows, may_have_norm in latents:
+        if may_have_norm and model.qk_layernorm:
+            parameters += _norm(f"{name}_norm", columns, model.normalization, layer)
+        parameters.append(_matrix(name, rows, columns, layer))
+    return parameters
+
+
+def _experts(model: ModelSettings, split: Split, layer: int) -> list[Parameter]:
+    """Norm, router, latent projections, each expert's fc1 and fc2, shared experts (moe_layer.py:208-330)."""
+    assert model.moe is not None
+    moe, h = model.moe, model.hidden_size
+    t, ep, etp = split
+    gates = 2 if model.gated_linear_unit else 1
+    width, ffn = moe.latent_size or h, moe.ffn_hidden_size // etp
+    parameters = _norm("pre_mlp_norm", h, model.normalization, layer)
+    parameters.append(Parameter("router", moe.num_experts * h, h, layer))
+    if moe.latent_size:
+        parameters.append(_matrix("fc1_latent_proj", moe.latent_size, h, layer))
+        parameters.append(_matrix("fc2_latent_proj", h, moe.latent_size, layer))
+    local = moe.num_experts // ep
+    for name, rows, columns in (("expert_fc1", ffn * gates, width), ("expert_fc2", width, ffn)):
+        for i in range(local):
+            parameters.append(
+                Parameter(f"{name}_{i}", rows * columns, columns, layer, fused_gradient=True, expert=ep > 1 or etp != t)
+            )
+    if moe.shared_size:
+        shared = moe.shared_size // t
+        parameters.append(_matrix("shared_fc1", shared * gates, h, layer))
+        parameters.append(_matrix("shared_fc2", h, shared, layer))
+        if moe.shared_gate:
+            parameters.append(Parameter("shared_gate", h, h, layer))
+    return parameters
+
+
 @lru_cache(maxsize=512)
 def stage_parameters(
-    model: ModelSettings, tensor_parallel: int, num_layers: int, pre_process: bool, post_process: bool
+    model: ModelSettings, split: Split, num_layers: int, pre_process: bool, post_process: bool, first_layer: int = 0
 ) -> tuple[Parameter, ...]:
-    """Parameters of one pipeline stage that holds ``num_layers`` decoder layers.
+    """Parameters of one pipeline stage that holds ``num_layers`` decoder layers from ``first_layer`` of the model on.
 
     With tied embeddings the last stage of a pipeline holds its own copy of the embedding table; without a pipeline the
     table exists once.
     """
-    t = tensor_parallel
+    t = split[0]
     tied = model.share_embeddings_and_output_weights
     vocab = model.vocab_size // t
     parameters: list[Parameter] = []
@@ -102,7 +178,7 @@ def stage_parameters(
         if model.position_embedding_type == "learned_absolute":
             parameters.append(Parameter("position_embeddings", model.seq_length * model.hidden_size, model.hidden_size))
     for layer in range(num_layers):
-        parameters += layer_parameters(model, t, layer)
+        parameters += layer_parameters(model, split, layer, model.has_experts(first_layer + layer))
     if post_process:
         parameters += _norm("final_norm", model.hidden_size, model.normalization, None)
         if not (tied and pre_process):

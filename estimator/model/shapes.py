@@ -40,6 +40,10 @@ class Shapes:
     context_parallel: int = 1
     fp8: str | None = None
     """FP8 recipe of the linear layers (None: the compute dtype)."""
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
+    expert_rows: int = 0
+    """Rows that the experts of this rank compute; more than the mean on the fullest rank."""
     fp8_transposes: bool = True
     """Whether products read a transposed copy where another layout is needed: GPUs before Blackwell, and scales by
     block."""
@@ -84,6 +88,12 @@ def shapes_of(settings: Settings, gpu_family: str = "hopper") -> Shapes:
     t, c, b = p.tensor_model_parallel_size, p.context_parallel_size, settings.batch.micro_batch_size
     tokens = b * m.seq_length // c
     sp = p.sequence_parallel and t > 1
+    expert_rows = 0
+    if m.moe:
+        etp, hidden_tokens = p.expert_tensor_parallel_size, tokens // t if sp else tokens
+        expert_rows = hidden_tokens * m.moe.topk * etp
+        if p.expert_model_parallel_size > 1:
+            expert_rows = int(expert_rows * settings.moe_load_imbalance)
     return Shapes(
         element_bytes=DTYPE_BYTES[settings.runtime.params_dtype],
         micro_batch_size=b,
@@ -98,9 +108,12 @@ def shapes_of(settings: Settings, gpu_family: str = "hopper") -> Shapes:
         vocab_size=m.vocab_size // t,
         sequence_parallel=sp,
         tensor_parallel=t,
-        rotary_dim=int(m.kv_channels * m.rotary_percent),
+        rotary_dim=m.mla.qk_pos_emb_head_dim if m.mla else int(m.kv_channels * m.rotary_percent),
         sequence=m.seq_length // c,
         context_parallel=c,
+        expert_parallel=p.expert_model_parallel_size,
+        expert_tensor_parallel=p.expert_tensor_parallel_size,
+        expert_rows=expert_rows,
         fp8=m.fp8.recipe if m.fp8 else None,
         fp8_transposes=bool(m.fp8 and m.fp8.recipe == "blockwise") or not gpu_family.startswith("blackwell"),
     )

@@ -8,12 +8,13 @@ the answer): only ratios between candidates are used. Formulas: 6 P T for produc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from estimator.catalog.gpus import Gpu
-from estimator.job.settings import Settings
-from estimator.model.parameters import layer_parameters
+from estimator.job.settings import ModelSettings, Settings
+from estimator.model.parameters import Parameter, layer_parameters
 from estimator.search.space import Point, Recompute, columns
 
 COMPUTE_SHARE = 0.45
@@ -51,12 +52,54 @@ def recomputed_share(recompute: Recompute, settings: Settings) -> tuple[float, f
         return 1.0, 1.0
     if recompute.granularity != "selective":
         return 0.0, 0.0
-    sizes = {p.name: p.num_elements for p in layer_parameters(model, 1, 0)}
-    mlp = sizes["linear_fc1"] + sizes["linear_fc2"]
-    return (
-        mlp / sum(sizes.values()) if "mlp" in recompute.modules else 0.0,
-        1.0 if "core_attn" in recompute.modules else 0.0,
-    )
+    return _recomputed_products(recompute.modules, model), 1.0 if "core_attn" in recompute.modules else 0.0
+
+
+_RECOMPUTED = {
+    "mlp": ("linear_fc1", "linear_fc2"),
+    "moe": ("router", "expert_", "shared_", "fc1_latent_proj", "fc2_latent_proj"),
+    "shared_experts": ("shared_",),
+    "mla_up_proj": ("linear_q_up_proj", "linear_q_proj", "linear_kv_up_proj"),
+}
+"""Weights, by the beginnings of their names, whose products a recomputed module runs again."""
+
+
+def _recomputed_products(modules: tuple[str, ...], model: ModelSettings) -> float:
+    names = tuple(name for module in modules for name in _RECOMPUTED.get(module, ()))
+    total = again = 0.0
+    for experts, layers in _layer_kinds(model):
+        for p in layer_parameters(model, (1, 1, 1), 0, experts):
+            total += layers * active_elements(model, p)
+            again += layers * active_elements(model, p) if p.name.startswith(names) else 0
+    return again / total if names else 0.0
+
+
+def _layer_kinds(model: ModelSettings) -> tuple[tuple[bool, int], ...]:
+    """(whether layers have experts, how many of those)."""
+    with_experts = sum(model.moe.pattern) if model.moe else 0
+    kinds = ((True, with_experts), (False, model.num_layers - with_experts))
+    return tuple((experts, n) for experts, n in kinds if n)
+
+
+def active_elements(model: ModelSettings, parameter: Parameter) -> float:
+    """Elements of a weight that one token meets: k of E experts."""
+    if model.moe and parameter.name.startswith("expert_"):
+        return parameter.num_elements * model.moe.topk / model.moe.num_experts
+    return parameter.num_elements
+
+
+@lru_cache(maxsize=64)
+def _weights(model: ModelSettings) -> tuple[float, int, int]:
+    """Elements of all layers' weights: what one token meets, dense ones, those of experts."""
+    active, dense, routed = 0.0, 0, 0
+    for experts, layers in _layer_kinds(model):
+        for p in layer_parameters(model, (1, 1, 1), 0, experts):
+            active += layers * active_elements(model, p)
+            if p.name.startswith("expert_"):
+                routed += layers * p.num_elements
+            else:
+                dense += layers * p.num_elements
+    return active, dense, routed
 
 
 def step_cost(settings: Settings, candidates: list[Point], gpu: Gpu, gpus_per_node: int) -> Cost:
@@ -67,13 +110,12 @@ def step_cost(settings: Settings, candidates: list[Point], gpu: Gpu, gpus_per_no
     t, p, c, b = x["t"], x["p"], x["c"], x["b"]
     dp = world // (t * p * c)
     micro = np.maximum(1, settings.batch.global_batch_size // (b * dp))
-    layer_size = sum(q.num_elements for q in layer_parameters(m, 1, 0))
-    dense = m.num_layers * layer_size
+    active, dense, routed = _weights(m)
     head = m.vocab_size * h
     tokens = b * s // c
     shares = np.array([recomputed_share(q.recompute, settings) for q in candidates]).reshape(-1, 2)
     rate = gpu.bf16_flops_per_second * COMPUTE_SHARE
-    product = 2 * tokens * dense / (t * p) / rate
+    product = 2 * tokens * active / (t * p) / rate
     attention = 2 * tokens * m.num_layers * m.num_attention_heads * m.kv_channels * s / (t * p) / rate
     logits = 2 * tokens * head / t / rate / np.where(p > 1, p, 1)
     once = 3 * (product + attention + logits)
@@ -86,7 +128,8 @@ def step_cost(settings: Settings, candidates: list[Point], gpu: Gpu, gpus_per_no
     kv = tokens * 2 * m.num_query_groups * m.kv_channels * 2 / t
     context_link = np.where(t * c <= gpus_per_node, nvlink, network)
     context = np.where(c > 1, 3 * m.num_layers / p * kv * (c - 1) / context_link * (1 - CONTEXT_OVERLAP_SHARE), 0.0)
-    local = (dense / p + 2 * head) / t
+    split = settings.parallel.expert_model_parallel_size * settings.parallel.expert_tensor_parallel_size
+    local = (dense / p + 2 * head) / t + routed / p / split
     n = dp * c
     data_link = np.where(t * c * dp <= gpus_per_node, nvlink, network)
     ring = np.where(n > 1, (n - 1) / n / data_link, 0.0)

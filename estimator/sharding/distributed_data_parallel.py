@@ -69,11 +69,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Parameters of one model chunk and dtype, flat: FP8 weights have a buffer of bytes apart."""
+    """Parameters of one model chunk, dtype and data-parallel group, flat: FP8 weights have a buffer of bytes apart,
+    experts one that is sharded over expert data parallelism (distributed/distributed_data_parallel.py:126-290)."""
 
     parameters: tuple[Parameter, ...]
     buckets: list[FlatBucket]
     is_fp8: bool
+    ranks: int
 
 
 class DistributedDataParallel(Strategy):
@@ -82,14 +84,22 @@ class DistributedDataParallel(Strategy):
     def __init__(self, settings: Settings, stage: Stage) -> None:
         super().__init__(settings, stage)
         self.sharded = settings.sharding.strategy == "distopt"
-        instances = settings.sharding.num_distributed_optimizer_instances
-        self.ranks = settings.parallel.data_context_parallel_size // instances if self.sharded else 1
+        instances, parallel = settings.sharding.num_distributed_optimizer_instances, settings.parallel
+        ranks = {False: 1, True: 1}
+        if self.sharded:
+            ranks[False] = parallel.data_context_parallel_size // instances
+            ranks[True] = max(1, parallel.expert_data_parallel_size // instances)
+        experts = (False, True) if settings.model.moe else (False,)
         self.buffers = [
-            FlatBuffer(part, flat_buckets(part, self._bucket_size(chunk), self.ranks, self.sharded), is_fp8)
+            FlatBuffer(part, self._buckets(part, chunk, ranks[expert]), is_fp8, ranks[expert])
+            for expert in experts
             for chunk, parameters in enumerate(stage.chunks)
             for is_fp8 in (False, True)
-            if (part := tuple(p for p in parameters if stage.is_fp8(p) == is_fp8))
+            if (part := tuple(p for p in parameters if stage.is_fp8(p) == is_fp8 and p.expert == expert))
         ]
+
+    def _buckets(self, parameters: tuple[Parameter, ...], chunk: int, ranks: int) -> list[FlatBucket]:
+        return flat_buckets(parameters, self._bucket_size(chunk), ranks, self.sharded)
 
     def _bucket_size(self, chunk: int) -> int | None:
         """Buckets are cut in the first chunk of the first stage alone (distributed/distributed_data_parallel.py:105,
@@ -133,7 +143,7 @@ class DistributedDataParallel(Strategy):
     def _shards(self, buffer: FlatBuffer) -> list[int]:
         shards = []
         for bucket in buffer.buckets:
-            limit = bucket.start + (bucket.end - bucket.start) // self.ranks
+            limit = bucket.start + (bucket.end - bucket.start) // buffer.ranks
             shards += [min(end, limit) - start for _, start, end in bucket.spans if start < limit]
         return shards
 

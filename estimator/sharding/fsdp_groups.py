@@ -23,6 +23,8 @@ class Group:
     parameters: tuple[Parameter, ...]
     size: int
     unit: int | None
+    shards: int
+    """Ranks that the group is sharded over: those of expert data parallelism for experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +47,11 @@ _MODULE_OF = {
 
 
 @lru_cache(maxsize=512)
-def buckets_of(stage: Stage, with_units: bool, bucket_size: int | None, shards: int, padded: bool) -> Buckets:
+def buckets_of(
+    stage: Stage, with_units: bool, bucket_size: int | None, shards: int, padded: bool, expert_shards: int
+) -> Buckets:
     """The stage's parameter groups as buckets."""
-    groups = parameter_groups(stage.parameters, with_units, bucket_size, shards, padded)
+    groups = parameter_groups(stage.parameters, with_units, bucket_size, shards, padded, expert_shards)
     of_unit: dict[Unit, list[int]] = {}
     of_module: dict[Unit, set[int]] = {}
     for group in groups:
@@ -65,18 +69,24 @@ def buckets_of(stage: Stage, with_units: bool, bucket_size: int | None, shards: 
 
 
 def parameter_groups(
-    parameters: tuple[Parameter, ...], with_units: bool, bucket_size: int | None, shards: int, padded: bool
+    parameters: tuple[Parameter, ...],
+    with_units: bool,
+    bucket_size: int | None,
+    shards: int,
+    padded: bool,
+    expert_shards: int = 1,
 ) -> list[Group]:
     """Groups in the order in which FSDP numbers its buckets.
 
     ``with_units``: optim_grads_params, where each decoder layer is one group; parameters outside of layers are cut by
-    ``bucket_size``. Without units every parameter is cut by ``bucket_size``, in order.
+    ``bucket_size``. Without units every parameter is cut by ``bucket_size``, in order. Experts are apart (by their
+    name, ``.experts.``, whether or not they are split).
     """
-    by_unit: dict[int | None, list[Parameter]] = {}
+    by_unit: dict[tuple[int | None, bool], list[Parameter]] = {}
     for p in parameters:
-        by_unit.setdefault(p.layer if with_units else None, []).append(p)
+        by_unit.setdefault((p.layer if with_units else None, p.is_routed), []).append(p)
     cut: list[tuple[int | None, list[Parameter]]] = []
-    for unit, members in by_unit.items():
+    for (unit, _), members in by_unit.items():
         bucket: list[Parameter] = []
         for p in members:
             if p.shared_embedding and padded:
@@ -96,9 +106,10 @@ def parameter_groups(
         ordered = sorted(members, key=lambda p: p.row_size, reverse=True)
         factor = _chunk_factor(ordered)
         size = _packed_size([p.num_elements for p in ordered], factor)
+        ranks = expert_shards if ordered[0].is_routed else shards
         if padded:
-            size = -(-size // (shards * factor)) * shards * factor
-        groups.append(Group(index, tuple(ordered), size, unit))
+            size = -(-size // (ranks * factor)) * ranks * factor
+        groups.append(Group(index, tuple(ordered), size, unit, ranks))
     return groups
 
 

@@ -41,7 +41,12 @@ class MegatronFsdp(Strategy):
         self.out_of_place_residual = self.weights_sharded
         self.acts_in_backward = self.grads_sharded
         buckets = buckets_of(
-            stage, self.weights_sharded, sharding.bucket_size, self.state_shards, padded=self.states_sharded
+            stage,
+            self.weights_sharded,
+            sharding.bucket_size,
+            self.state_shards,
+            padded=self.states_sharded,
+            expert_shards=max(1, settings.parallel.expert_data_parallel_size // (ranks // self.state_shards)),
         )
         self.groups, self.group_of = buckets.groups, buckets.group_of
         self.unit_groups, self.module_buckets = buckets.of_unit, buckets.of_module
@@ -83,12 +88,12 @@ class MegatronFsdp(Strategy):
         return DTYPE_BYTES[dtype] if dtype else 0
 
     def _share(self, group: Group, sharded: bool) -> int:
-        return group.size // self.shards if sharded else group.size
+        return group.size // max(1, group.shards * self.shards // self.state_shards) if sharded else group.size
 
     def _state_share(self, group: Group) -> int:
         """Elements of main weights and optimizer states. With outer_dp_sharding_strategy optim they are sharded over
         all data-parallel ranks; weights and gradients only within an instance (param_and_grad_buffer.py:2343-2480)."""
-        return group.size // self.state_shards if self.states_sharded else group.size
+        return group.size // group.shards if self.states_sharded else group.size
 
     # -- building -------------------------------------------------------------------------------------------------
     def build_model(self) -> None:

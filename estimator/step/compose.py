@@ -23,7 +23,15 @@ from estimator.sharding.base import Unit
 from estimator.sharding.table import strategy_for
 from estimator.step.counting import Counter, CountingScribe, CountingTimeline
 from estimator.step.first_use import FirstUse, block_of
-from estimator.step.model_chunk import ModelChunk, by_name, in_this_rank, layers_in_fp8, stage_of, transfer_blocks
+from estimator.step.model_chunk import (
+    ModelChunk,
+    by_name,
+    in_this_rank,
+    layers_in_fp8,
+    layers_with_experts,
+    stage_of,
+    transfer_blocks,
+)
 from estimator.step.recompute import recompute_chunks
 from estimator.timeline import Block, Timeline
 
@@ -68,20 +76,21 @@ class _Composer:
         self.settings, self.share, self.gpu_family = settings, share, gpu_family
         self.x: Shapes = shapes_of(settings, gpu_family)
         model = settings.model
-        stage = stage_of(model, settings.parallel.tensor_model_parallel_size, share, self.x)
+        stage = stage_of(model, settings.parallel.weight_split, share, self.x)
         self.parameters = stage.parameters
         self.by_name = by_name(stage)
         self.fp8_layers = layers_in_fp8(model, share)
+        self.expert_layers = layers_with_experts(model, share)
         self.strategy = strategy_for(settings, stage)
         self.timeline = Timeline()
         self.chunks = [self._chunk(chunk) for chunk in share.chunks]
         selective = settings.recompute.recompute_granularity == "selective"
         modules = settings.recompute.recompute_modules if selective else ()
         self.modules = tuple(modules)
-        self.programs: dict[tuple[bool, bool, bool, bool], Program] = {}
+        self.programs: dict[tuple[bool, bool, bool, bool, bool], Program] = {}
         self.in_bf16 = replace(self.x, fp8=None)
-        rotary = model.position_embedding_type in ("rope", "yarn")
-        self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family)
+        rotary = model.position_embedding_type in ("rope", "yarn") and not model.mla
+        self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family, bool(self.expert_layers))
         if self.strategy.fused_wgrad:
             self.first_use.await_placeholders(self.parameters)
         if model.fp8 and not model.fp8.primary_weights:
@@ -105,16 +114,17 @@ class _Composer:
     def _layer(
         self, layer: int, own_sum: bool = False, keep_output_grad: bool = False, keep_input: bool = False
     ) -> Program:
-        kind = (layer in self.fp8_layers, own_sum, keep_output_grad, keep_input)
+        experts = layer in self.expert_layers
+        kind = (layer in self.fp8_layers, experts, own_sum, keep_output_grad, keep_input)
         program = self.programs.get(kind)
         if program is None:
             program = self.programs[kind] = layer_program(
                 self.settings.model,
                 self._shapes(layer),
-                recompute_core_attention="core_attn" in self.modules,
-                recompute_mlp="mlp" in self.modules,
+                modules=self.modules,
                 fused_wgrad=self.strategy.fused_wgrad,
                 out_of_place=own_sum,
+                experts=experts,
                 keep_output_grad=keep_output_grad,
                 keep_input=keep_input,
             )
@@ -203,7 +213,9 @@ class _Composer:
                 if self.first_use:
                     run(self.first_use.fp8_copies_of(layer), ("fp8", layer))
                 if group.recomputed:
-                    self._run(discarded_forward(self.settings.model, self._shapes(layer)), (*scope, layer))
+                    experts = layer in self.expert_layers
+                    discarded = discarded_forward(self.settings.model, self._shapes(layer), experts)
+                    self._run(discarded, (*scope, layer))
                     if layer != group.layers[0]:
                         run(self._move["drop_output"], (*scope, layer - 1))
                 else:

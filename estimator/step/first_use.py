@@ -25,6 +25,10 @@ TE_CUBLAS_DEFAULT_BYTES = 4 * 1024 * 1024 + 1024
 TORCH_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024, "blackwell": 32 * 1024 * 1024}
 TORCH_CUBLAS_DEFAULT_BYTES = 8_519_680
 
+GROUPED_STREAMS = 4
+"""Streams over which Transformer Engine spreads grouped products, each with a workspace (TE 2.12
+pytorch/cpp_extensions/gemm.py:39-58)."""
+
 _AFTER_WGRAD = {
     "linear_fc2": "fc2_input_grad",
     "linear_proj": "proj_input_grad",
@@ -45,7 +49,7 @@ class Lasting(NamedTuple):
 class FirstUse:
     """Hands out lasting buffers when the buffer that precedes them is made."""
 
-    def __init__(self, x: Shapes, share: StageShare, rotary: bool, gpu_family: str) -> None:
+    def __init__(self, x: Shapes, share: StageShare, rotary: bool, gpu_family: str, has_experts: bool = False) -> None:
         self.x = x
         self._seen: set[tuple[int, int]] = set()
         self._awaited: set[tuple[int, int]] = set()
@@ -60,8 +64,11 @@ class FirstUse:
         if share.num_layers:
             te_cublas = Lasting("te_cublas", te_bytes, WORKSPACES)
             self._after["qkv_norm_output"] = te_cublas
+            self._after["input_output"] = te_cublas  # latent attention
             if x.fp8:  # whichever comes first: layers at the ends may be in BF16
                 self._after["qkv_norm_row"] = te_cublas
+        if has_experts:
+            self._after["expert_fc1_output"] = Lasting("te_grouped_cublas", GROUPED_STREAMS * te_bytes, WORKSPACES)
         if share.post_process:
             self._after["logits"] = Lasting("torch_cublas_forward", torch_bytes, WORKSPACES)
             self._after["head_input_grad"] = Lasting("torch_cublas_backward", torch_bytes, WORKSPACES)

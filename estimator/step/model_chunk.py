@@ -9,7 +9,7 @@ from functools import lru_cache
 from estimator.components import ACTIVATION_GRADIENTS, BATCH, RESIDUAL
 from estimator.job.settings import ModelSettings
 from estimator.layout import ChunkShare, StageShare
-from estimator.model.parameters import Parameter, stage_parameters
+from estimator.model.parameters import Parameter, Split, stage_parameters
 from estimator.model.program import Program
 from estimator.model.shapes import Shapes
 from estimator.sharding.base import Stage
@@ -64,26 +64,38 @@ def layers_in_fp8(model: ModelSettings, share: StageShare) -> frozenset[int]:
     )
 
 
+def layers_with_experts(model: ModelSettings, share: StageShare) -> frozenset[int]:
+    """Numbers on this rank of the layers that are mixtures of experts."""
+    if not model.moe:
+        return frozenset()
+    return frozenset(
+        chunk.first_local_layer + i
+        for chunk in share.chunks
+        for i in range(chunk.num_layers)
+        if model.has_experts(chunk.first_layer + i)
+    )
+
+
 @lru_cache(maxsize=1024)
-def chunk_parameters(model: ModelSettings, tensor_parallel: int, share: ChunkShare) -> tuple[Parameter, ...]:
+def chunk_parameters(model: ModelSettings, split: Split, share: ChunkShare) -> tuple[Parameter, ...]:
     """Parameters of one chunk, layers numbered as on the rank."""
-    parameters = stage_parameters(model, tensor_parallel, share.num_layers, share.pre_process, share.post_process)
+    parameters = stage_parameters(
+        model, split, share.num_layers, share.pre_process, share.post_process, share.first_layer if model.moe else 0
+    )
     if not share.first_local_layer:
         return parameters
     return tuple(p if p.layer is None else replace(p, layer=p.layer + share.first_local_layer) for p in parameters)
 
 
-def parameters_by_chunk(
-    model: ModelSettings, tensor_parallel: int, share: StageShare
-) -> tuple[tuple[Parameter, ...], ...]:
+def parameters_by_chunk(model: ModelSettings, split: Split, share: StageShare) -> tuple[tuple[Parameter, ...], ...]:
     """Parameters of every chunk of a rank; a tied table is used by one chunk as embedding, by another as output."""
-    return tuple(chunk_parameters(model, tensor_parallel, chunk) for chunk in share.chunks)
+    return tuple(chunk_parameters(model, split, chunk) for chunk in share.chunks)
 
 
 @lru_cache(maxsize=256)
-def stage_of(model: ModelSettings, tensor_parallel: int, share: StageShare, x: Shapes) -> Stage:
+def stage_of(model: ModelSettings, split: Split, share: StageShare, x: Shapes) -> Stage:
     """What the rank holds, for its strategy; the same object for all settings that do not move parameters."""
-    by_chunk = parameters_by_chunk(model, tensor_parallel, share)
+    by_chunk = parameters_by_chunk(model, split, share)
     primary = layers_in_fp8(model, share) if model.fp8 and model.fp8.primary_weights else frozenset()
     return Stage(
         tuple(itertools.chain.from_iterable(by_chunk)),

@@ -175,10 +175,10 @@ def test_bad_config_files_end_with_2(content: str, what: str) -> None:
 
 
 def test_a_job_that_is_not_modelled_ends_with_3() -> None:
-    done = run("recommend", "deepseek_v3_pretrain_config", "8xb200")
+    done = run("recommend", "nemotron_nano_9b_v2_pretrain_config", "8xb200")
     assert done.exit_code == 3
-    assert "model.num_moe_experts" in done.stderr
-    as_json = run("recommend", "deepseek_v3_pretrain_config", "8xb200", "--json")
+    assert "model.is_hybrid_model" in done.stderr
+    as_json = run("recommend", "nemotron_nano_9b_v2_pretrain_config", "8xb200", "--json")
     assert as_json.exit_code == 3
     assert json.loads(as_json.stdout)["type"] == "/problems/not-modelled"
 

@@ -1,0 +1,199 @@
+"""Jobs with experts and latent attention: parameters of public models, and what must hold of any timeline."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from estimator.job.settings import MlaSettings, ModelSettings, MoeSettings, RecomputeSettings, Settings
+from estimator.model.parameters import stage_parameters
+from estimator.step import step_timeline
+from estimator.timeline import EMPTY_CACHE_OP
+from tests.estimator.kinds import LATENTS, job_of, model_of, moe_of
+
+WHOLE = (1, 1, 1)
+DEEPSEEK = {"share_embeddings_and_output_weights": False, "qk_layernorm": True, "seq_length": 4096, "kv_channels": 128}
+PUBLIC = {
+    # Parameters as counted from the published checkpoints' tensors (Hugging Face model cards, without MTP layers).
+    "DeepSeek-V2-Lite": (
+        15_706_484_224 + 27 * 2048,  # Megatron-Core norms the query projection's input once more
+        ModelSettings(
+            27,
+            2048,
+            10944,
+            16,
+            16,
+            vocab_size=102400,
+            mla=MlaSettings(None, 512, 128, 64, 128),
+            moe=MoeSettings(64, 1408, 6, (0,) + (1,) * 26, shared_size=2816),
+            **DEEPSEEK,
+        ),
+    ),
+    "DeepSeek-V3": (
+        671_026_404_352,
+        ModelSettings(
+            61,
+            7168,
+            18432,
+            128,
+            128,
+            vocab_size=129280,
+            mla=MlaSettings(1536, 512, 128, 64, 128),
+            moe=MoeSettings(256, 2048, 8, (0,) * 3 + (1,) * 58, shared_size=2048),
+            **DEEPSEEK,
+        ),
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        ModelSettings(48, 2048, 6144, 32, 4, vocab_size=151936, moe=MoeSettings(128, 768, 8, (1,) * 48), **DEEPSEEK),
+    ),
+    "Qwen3-235B-A22B": (
+        235_093_634_560,
+        ModelSettings(94, 4096, 12288, 64, 4, vocab_size=151936, moe=MoeSettings(128, 1536, 8, (1,) * 94), **DEEPSEEK),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_parameters_of_public_models(name: str) -> None:
+    expected, model = PUBLIC[name]
+    parameters = stage_parameters(model, WHOLE, model.num_layers, True, True)
+    assert sum(p.num_elements for p in parameters) == expected
+
+
+@pytest.mark.parametrize("split", [(1, 4, 1), (2, 4, 2), (2, 8, 1)])
+def test_every_weight_is_on_some_rank(split: tuple[int, int, int]) -> None:
+    """What the ranks of all splits hold adds up to the model; vectors and down projections are on each rank."""
+    model = model_of(LATENTS, moe=moe_of())
+    t, ep, etp = split
+    whole = {(p.layer, p.name): p.num_elements for p in stage_parameters(model, WHOLE, 4, True, True)}
+    here = stage_parameters(model, split, 4, True, True)
+    routed = sum(p.num_elements for p in here if p.is_routed)
+    assert routed * ep * etp == sum(n for (_, name), n in whole.items() if name.startswith("expert_fc"))
+    for p in here:
+        if not p.is_routed:
+            assert whole[p.layer, p.name] in (p.num_elements, p.num_elements * t)
+
+
+def _allocated(settings: Settings, rank: int = 0) -> dict[str, tuple[int, int]]:
+    return {p.name: (p.allocated_bytes, p.peak_bytes) for p in step_timeline(settings, rank).timeline.phases()}
+
+
+EXPERTS = {
+    "plain": {},
+    "nothing fused": {"permute_fusion": False, "router_fusion": False, "router_dtype": "bfloat16"},
+    "gate": {"shared_gate": True},
+    "overlap": {"shared_overlap": True},
+    "overlap and gate": {"shared_overlap": True, "shared_gate": True},
+    "no shared": {"shared_size": 0, "aux_losses": 0, "expert_bias": True, "force_load_balancing": True},
+    "latent": {"latent_size": 256},
+}
+LAYOUTS = {
+    "EP 8": {"expert_model_parallel_size": 8},
+    "one expert a rank": {"expert_model_parallel_size": 16, "world": 16},
+    "EP 1": {},
+    "TP 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 4},
+    "ETP 2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+    },
+}
+MODULES = ((), ("core_attn",), ("moe",), ("moe_act", "layernorm"), ("shared_experts", "mla_up_proj"), ("mlp", "moe"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_an_iteration_leaves_nothing_behind(experts: str, layout: str) -> None:
+    for modules, mla, fused in itertools.product(MODULES, (None, LATENTS), (True, False)):
+        model = model_of(
+            mla,
+            moe=moe_of(**EXPERTS[experts]),
+            bias_activation_fusion=fused,
+            apply_rope_fusion=fused,
+            gradient_accumulation_fusion=fused,
+        )
+        _assert_clean(job_of(model, modules=modules, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_an_iteration_leaves_nothing_behind_under_any_strategy(strategy: str) -> None:
+    model = model_of(LATENTS, moe=moe_of())
+    _assert_clean(job_of(model, strategy, expert_model_parallel_size=4))
+    full = RecomputeSettings("full", "uniform", 1)
+    _assert_clean(job_of(model, strategy, expert_model_parallel_size=4, recompute=full))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pipelines_leave_nothing_behind(rank: int) -> None:
+    model = model_of(LATENTS, moe=moe_of())
+    settings = job_of(model, pipeline_model_parallel_size=2, expert_model_parallel_size=4)
+    _assert_clean(settings, rank, left=True)
+    interleaved = replace(settings.parallel, virtual_pipeline_model_parallel_size=2)
+    _assert_clean(replace(settings, parallel=interleaved), rank, left=True)
+
+
+def _assert_clean(settings: Settings, rank: int = 0, left: bool = False) -> None:
+    """Every buffer of forward and backward is freed in its scope, and the steady step ends where the first one did.
+
+    ``left``: the schedule keeps tensors that stages have exchanged.
+    """
+    step = step_timeline(settings, rank)
+    live: dict[tuple[object, ...], int] = {}
+    for _, scope, op in step.timeline.ops():
+        if op.num_bytes and op.name != EMPTY_CACHE_OP:
+            key = (op.component, op.stream)
+            live[key] = live.get(key, 0) + op.num_bytes
+            assert live[key] >= 0, (op, scope)
+    phases = {p.name: p for p in step.timeline.phases()}
+    first, steady = phases["first_optimizer_step"], phases["steady_optimizer_step"]
+    assert first.allocated_bytes == steady.allocated_bytes
+    activations = sum(n for (component, _), n in live.items() if component.startswith("activation"))
+    assert left or activations == 0
+
+
+def test_more_recompute_saves_less() -> None:
+    model = model_of(LATENTS, moe=moe_of(pattern=(1,) * 4))
+    parallel = {"expert_model_parallel_size": 8}
+
+    def saved(**recompute: object) -> int:
+        settings = job_of(model, micro_batch_size=4, **parallel, **recompute)
+        entries = step_timeline(settings, 0).timeline.entries
+        forwards = [e.block for e in entries if e.block.name.startswith("layer.forward")]
+        return forwards[-1].delta
+
+    full = saved(recompute=RecomputeSettings("full", "block", 3))
+    nothing = saved()
+    for modules in MODULES[1:]:
+        assert full <= nothing
+        assert saved(modules=modules) < nothing, modules
+    assert saved(modules=("moe",)) < saved(modules=("moe_act",))
+
+
+def test_more_shards_hold_less_and_imbalance_more() -> None:
+    model = model_of(LATENTS, moe=moe_of())
+    sizes = [step_timeline(job_of(model, world=16, expert_model_parallel_size=ep), 0) for ep in (1, 2, 4, 8, 16)]
+    resident = [s.resident_state_bytes for s in sizes]
+    assert resident == sorted(resident, reverse=True)
+    peaks = [
+        _allocated(job_of(model, imbalance=imbalance, expert_model_parallel_size=8))["steady_forward_backward"][1]
+        for imbalance in (1.0, 1.5, 3.0)
+    ]
+    assert peaks == sorted(peaks)
+    assert peaks[0] < peaks[-1]
+    alone = [job_of(model, imbalance=imbalance) for imbalance in (1.0, 3.0)]
+    assert _allocated(alone[0]) == _allocated(alone[1])
+
+
+def test_experts_are_sharded_over_expert_data_parallel_ranks() -> None:
+    """Section M of the rules: 18 bytes a dense parameter split over DP, experts over DP / EP alone."""
+    model = model_of(None, layers=1, moe=moe_of(pattern=(1,), shared_size=0))
+    settings = job_of(model, world=16, expert_model_parallel_size=8)
+    parameters = stage_parameters(model, (1, 8, 1), 1, True, True)
+    routed = sum(p.num_elements for p in parameters if p.is_routed)
+    dense = sum(p.num_elements for p in parameters) - routed
+    expected = dense * (6 + 12 / 16) + routed * (6 + 12 / 2)
+    assert step_timeline(settings, 0).resident_state_bytes == pytest.approx(expected, rel=2e-3)
