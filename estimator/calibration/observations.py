@@ -54,7 +54,11 @@ class Table:
         return cls(rows, tuple(known({name for row in rows for name in row.components})))
 
     def only(self, keep: NDArray[np.bool_]) -> Table:
-        return Table([row for row, wanted in zip(self.rows, keep, strict=True) if wanted], self.names)
+        """The rows that are kept, with the arrays of this table rather than new ones."""
+        found = Table([row for row, wanted in zip(self.rows, keep, strict=True) if wanted], self.names)
+        for name in ("shares", "errors", "persistent_errors", "strategies", "seen", "fingerprint_codes"):
+            found.__dict__[name] = getattr(self, name)[keep]
+        return found
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -94,8 +98,15 @@ class Table:
     @cached_property
     def weights(self) -> Floats:
         """Repeats of one job count together as one run."""
-        _, index, counts = np.unique([row.fingerprint for row in self.rows], return_inverse=True, return_counts=True)
-        return np.asarray(1.0 / counts[index], dtype=float)
+        if not self.rows:
+            return np.zeros(0)
+        return np.asarray(1.0 / np.bincount(self.fingerprint_codes)[self.fingerprint_codes], dtype=float)
+
+    @cached_property
+    def fingerprint_codes(self) -> Ints:
+        """A small number for each fingerprint."""
+        codes: dict[str, int] = {}
+        return np.array([codes.setdefault(row.fingerprint, len(codes)) for row in self.rows], dtype=np.int64)
 
     @cached_property
     def strategies(self) -> NDArray[np.str_]:
