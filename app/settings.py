@@ -45,6 +45,15 @@ class Settings(BaseSettings):
     evidence_dir: Path | None = None
     """Folder of uploads, None = ``evidence`` in ``data_dir``; replicas share one."""
 
+    require_api_key: bool | None = None
+    """None = as soon as a key exists."""
+    trusted_user_header: str | None = None
+    """Header in which a proxy in front of the service names the user whom it has signed in; None = no such proxy."""
+    rate_limit_per_key: int = Field(default=0, ge=0, le=1_000_000)
+    """Requests a minute of one key, in each process; 0 = no limit."""
+    rate_limit_per_address: int = Field(default=0, ge=0, le=1_000_000)
+    """Requests a minute of one address without a key, in each process; 0 = no limit."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["json", "console"] = "json"
 

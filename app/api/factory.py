@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 
 from app import web
 from app.api import errors, logs
+from app.api.access import AccessMiddleware
 from app.api.errors import ProblemDocument, ProblemMiddleware
 from app.api.routes import answers, calibrations, catalog, evidence, health, runs
 from app.db import migrations
@@ -64,6 +65,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(web.build_router(settings))
     errors.install(app)
     # The last one added is the outermost.
+    app.add_middleware(AccessMiddleware, settings=settings)
     app.add_middleware(ProblemMiddleware)
     app.add_middleware(logs.AccessLogMiddleware)
     app.add_middleware(CorrelationIdMiddleware)

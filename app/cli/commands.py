@@ -24,6 +24,8 @@ application = typer.Typer(
 )
 database_commands = typer.Typer(help="The database.", no_args_is_help=True)
 application.add_typer(database_commands, name="db")
+key_commands = typer.Typer(help="API keys; required as soon as one exists.", no_args_is_help=True)
+application.add_typer(key_commands, name="keys")
 run_commands = typer.Typer(help="Measured runs.", no_args_is_help=True)
 application.add_typer(run_commands, name="runs")
 
@@ -248,6 +250,38 @@ def validate(
         typer.echo(as_markdown(summary))
     else:
         print_summary(summary)
+
+
+@key_commands.command("create")
+def keys_create(
+    name: Annotated[str, typer.Argument(help="Whose it is")],
+    scope: Annotated[list[str] | None, typer.Option(help="read, recommend, ingest, admin; again for more")] = None,
+    days: Annotated[int | None, typer.Option(help="Its life; without it no end")] = None,
+) -> None:
+    """Make a key. It is shown once."""
+    from app.cli.keys import create
+
+    with explained(as_json=False):
+        typer.echo(create(name, scope or ["read", "recommend"], days))
+
+
+@key_commands.command("list")
+def keys_list() -> None:
+    """All keys, with what they may do and when they were last used."""
+    from app.cli.keys import print_keys
+
+    with explained(as_json=False):
+        print_keys()
+
+
+@key_commands.command("revoke")
+def keys_revoke(prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="oom_ and the eight characters")]) -> None:
+    """Make a key worthless, at once."""
+    from app.cli.keys import revoke
+
+    with explained(as_json=False):
+        revoke(prefix)
+    typer.echo("revoked")
 
 
 @run_commands.command("import")

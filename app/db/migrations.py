@@ -14,7 +14,7 @@ from app.settings import Settings
 if TYPE_CHECKING:
     from alembic.config import Config
 
-HEAD = "0003"
+HEAD = "0004"
 """The newest revision in alembic/versions; a test compares it."""
 
 

@@ -149,3 +149,19 @@ class ActiveCalibration(Base):
     gpu_family: Mapped[str] = mapped_column(String(32), primary_key=True)
     calibration_id: Mapped[str] = mapped_column(ForeignKey("calibrations.id"))
     activated_at: Mapped[dt.datetime] = mapped_column(UtcDateTime)
+
+
+class ApiKey(Base):
+    """A key of the API: what it may do, until when; the key itself is not kept."""
+
+    __tablename__ = "api_keys"
+
+    prefix: Mapped[str] = mapped_column(String(16), primary_key=True)
+    """The part of the key that may be shown."""
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(200))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    created_at: Mapped[dt.datetime] = mapped_column(UtcDateTime)
+    expires_at: Mapped[dt.datetime | None] = mapped_column(UtcDateTime)
+    revoked_at: Mapped[dt.datetime | None] = mapped_column(UtcDateTime)
+    last_used_at: Mapped[dt.datetime | None] = mapped_column(UtcDateTime)
