@@ -286,16 +286,22 @@ def keys_revoke(prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="oo
 
 @run_commands.command("import")
 def runs_import(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="The profiler's JSON lines, training logs")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="The profiler's JSON lines, training logs, memory snapshots")
+    ],
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Store the other rows of a batch with a bad one")
     ] = False,
+    about: Annotated[
+        Path | None,
+        typer.Option("--about", help="Job and cluster (as POST /estimate takes them) of logs and memory snapshots"),
+    ] = None,
 ) -> None:
     """Store measured runs; what is stored already is left alone, so that a broken-off import may be run again."""
     from app.cli.runs import import_files
 
     with explained(as_json=False):
-        typer.echo(import_files(files, keep_going))
+        typer.echo(import_files(files, keep_going, about))
 
 
 @run_commands.command("list")

@@ -91,7 +91,7 @@ def _memory(estimate: Mapping[str, Any]) -> None:
 
 
 def _components(estimate: Mapping[str, Any]) -> None:
-    from estimator.components import MEANING
+    from estimator.components import CALIBRATION, MEANING
 
     found: Mapping[str, int] = estimate.get("components_at_peak") or {}
     peak = int(estimate["peak_allocated_bytes"])
@@ -100,7 +100,7 @@ def _components(estimate: Mapping[str, Any]) -> None:
     table = _table("component", "GiB", "", "what it is", right=("GiB",))
     small = 0
     for name, num_bytes in sorted(found.items(), key=lambda item: -item[1]):
-        if num_bytes < SMALL_SHARE * peak:
+        if num_bytes < SMALL_SHARE * peak and name != CALIBRATION:
             small += num_bytes
             continue
         table.add_row(_words(name), _figure(num_bytes), bar(num_bytes, largest, 12), MEANING.get(name, ""))

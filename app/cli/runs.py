@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from app.cli.console import console, gib
 from app.cli.database import opened
 from app.cli.failures import Failure, warn
-from app.cli.inputs import refusal
+from app.cli.inputs import read_config, refusal
 from app.db.session import Database
-from app.problems import of_estimator_error
-from app.schemas import Run
+from app.problems import Problem, of_estimator_error, of_validation_error
+from app.schemas import EstimateBody, Run
 from app.services import predictions, run_files, runs
 from estimator import SCHEMA_VERSION
 from estimator.catalog import find_gpu
@@ -57,8 +60,7 @@ class _Import:
             done = runs.store(self.database, batch)
         except JobError as error:
             if not self.keep_going:
-                problem = of_estimator_error(error)
-                raise Failure(problem) from error
+                raise Failure(_named(of_estimator_error(error), batch)) from error
             for run in batch:
                 self._one(run)
             return
@@ -75,8 +77,22 @@ class _Import:
         self.unchanged += done.unchanged
 
 
-def import_files(files: list[Path], keep_going: bool) -> str:
-    """Store the runs of all files; says how many. Raises Failure for the first bad row, unless it is to go on."""
+def _named(problem: Problem, batch: list[Run]) -> Problem:
+    """The problem of a batch, with run ids in the place of positions in it."""
+
+    def name(path: str) -> str:
+        match = re.match(r"runs\[(\d+)\]\.", path)
+        return f"run {batch[int(match[1])].run_id!r}: {path[match.end() :]}" if match else path
+
+    return replace(problem, errors=tuple(replace(e, path=name(e.path)) for e in problem.errors))
+
+
+def import_files(files: list[Path], keep_going: bool, about: Path | None = None) -> str:
+    """Store the runs of all files; says how many. ``about``: a file with the job of logs and snapshots.
+
+    Raises Failure for the first bad row, unless it is to go on.
+    """
+    known = None if about is None else _about(about)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
         opened() as database,
@@ -86,7 +102,7 @@ def import_files(files: list[Path], keep_going: bool) -> str:
         for path in files:
             try:
                 task = bar.add_task(path.name, total=None)
-                for row in run_files.read(path):
+                for row in run_files.read(path, known):
                     work.take(row)
                     bar.update(task, completed=work.stored + work.unchanged)
                 work.flush()
@@ -94,6 +110,20 @@ def import_files(files: list[Path], keep_going: bool) -> str:
                 raise refusal("FILE", f"{path}: {error.strerror}") from error
     refused = f", {work.bad} refused" if work.bad else ""
     return f"{work.stored} stored, {work.unchanged} known already{refused}"
+
+
+def _about(path: Path) -> run_files.About:
+    """An estimate request, or a run without measurements, as YAML or JSON. Raises Failure naming what is wrong."""
+    document = read_config(path)
+    rank, allocator = document.pop("rank", 0), document.pop("allocator", "default")
+    try:
+        body = EstimateBody.model_validate(document)
+    except ValidationError as error:
+        raise Failure(of_validation_error(error, EstimateBody)) from error
+    if isinstance(rank, bool) or not isinstance(rank, int) or allocator not in ("default", "expandable_segments"):
+        raise refusal("--about", "rank is a whole number, allocator is default or expandable_segments")
+    job = body.job.model_dump(exclude_unset=True)
+    return run_files.About(job, body.cluster.gpu, body.cluster.num_gpus, rank, allocator, body.stack)
 
 
 def newest(gpu: str | None, limit: int) -> dict[str, Any]:

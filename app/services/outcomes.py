@@ -24,6 +24,7 @@ def report(database: Database, kept: Recommendation, body: OutcomeBody) -> dict[
     evidence = parse_text(body.log) if body.log else None
     peak = body.peak or _peak_of(evidence)
     failed = evidence is not None and evidence.first is not None and evidence.first.kind.place in ("gpu", "gpu_driver")
+    expected = (predicted or {}).get("peak_allocated_bytes")
     cluster = kept.request["cluster"]
     digest = hashlib.sha256(f"{body.rank} {body.ran} {body.peak} {body.log}".encode()).hexdigest()[:16]
     run = Run(
@@ -34,35 +35,50 @@ def report(database: Database, kept: Recommendation, body: OutcomeBody) -> dict[
         gpu=cluster["gpu"],
         world_size=cluster["num_gpus"],
         allocator=(predicted or {}).get("allocator", {}).get("setting", "default"),
-        job={"request": kept.request, "changes": _changes(kept.result, body.rank)},
+        job={
+            "request": kept.request,
+            "changes": _changes(kept.result, body.rank),
+            "rank": body.rank,
+            "predicted_peak_bytes": expected,
+        },
         measured=Measured(peak_allocated_bytes=peak),
         error=None if body.ran else (body.log or "")[-20_000:] or None,
     )
     stored = runs.store(database, [run], kept.id)
-    expected = (predicted or {}).get("peak_allocated_bytes")
     return {
         "run_id": run.run_id,
         "stored": bool(stored.stored),
         "outcome": run.outcome,
         "measured_peak_bytes": peak,
         "predicted_peak_bytes": expected,
-        "relative_error": round(expected / peak - 1, 6) if expected and peak else None,
+        "relative_error": _relative(expected, peak),
         "schema_version": SCHEMA_VERSION,
     }
 
 
 def of(database: Database, recommendation_id: str) -> list[dict[str, Any]]:
-    """The reports on one recommendation, newest first."""
+    """The reports on one recommendation, newest first: predicted beside measured."""
     page = runs.page(database, {"recommendation_id": recommendation_id}, 100, None)
-    return [
-        {
-            "run_id": row.run_id,
-            "stored_at": row.stored_at.isoformat(),
-            "outcome": row.outcome,
-            "measured_peak_bytes": row.peak_allocated_bytes,
-        }
-        for row in page.rows
-    ]
+    reports = []
+    for row in page.rows:
+        about = row.document.get("job") or {}
+        expected = about.get("predicted_peak_bytes")
+        reports.append(
+            {
+                "run_id": row.run_id,
+                "stored_at": row.stored_at.isoformat(),
+                "rank": about.get("rank"),
+                "outcome": row.outcome,
+                "measured_peak_bytes": row.peak_allocated_bytes,
+                "predicted_peak_bytes": expected,
+                "relative_error": _relative(expected, row.peak_allocated_bytes),
+            }
+        )
+    return reports
+
+
+def _relative(predicted: int | None, measured: int | None) -> float | None:
+    return round(predicted / measured - 1, 6) if predicted and measured else None
 
 
 def _predicted(result: Mapping[str, Any], rank: int) -> Mapping[str, Any] | None:

@@ -15,12 +15,13 @@ from app.db.session import Database
 from app.schemas import Job
 from estimator import ESTIMATOR_VERSION
 from estimator.catalog import find_gpu
-from estimator.cluster import resolve_cluster
+from estimator.changes import Change, apply_changes
+from estimator.cluster import Cluster, resolve_cluster
 from estimator.errors import EstimatorError
 from estimator.job.settings import ModelSettings, Settings
 from estimator.overhead import communicators
 from estimator.profiling.job import job_from_dict
-from estimator.reading import read_job, read_stack
+from estimator.reading import ReadJob, read_job, read_stack, read_values
 from estimator.requests import ClusterRequest
 from estimator.step import step_timeline
 from estimator.survival import peak_reserved_bytes, survival_bytes
@@ -124,12 +125,9 @@ def _of_profile(document: Mapping[str, Any]) -> Predicted:
 
 
 def _of_job(document: Mapping[str, Any]) -> Predicted:
-    """A job as POST /estimate takes it: of logs, and of runs that were sent."""
-    if "request" in document["job"]:
-        return {"refused": "feedback: predicted by the recommendation that it is about"}
-    job = Job.model_validate(document["job"]).to_request()
+    """A job as POST /estimate takes it: of logs, of feedback, and of runs that were sent."""
     cluster = resolve_cluster(ClusterRequest(document["gpu"], document["world_size"]))
-    read = read_job(job, cluster, read_stack(document.get("stack") or {}))
+    read = _read(document, cluster)
     if not read.laid_out:
         return {"refused": f"the job cannot be laid out: {read.errors[0].message}"[:200]}
     settings = read.settings
@@ -146,6 +144,18 @@ def _of_job(document: Mapping[str, Any]) -> Predicted:
         "components": step.timeline.components_at_peak(worst),
         **_about(settings),
     }
+
+
+def _read(document: Mapping[str, Any], cluster: Cluster) -> ReadJob:
+    """The job of a run; of feedback, the job that was asked about with the recommended changes."""
+    about = document["job"]
+    request = about.get("request")
+    stack = read_stack((request or document).get("stack") or {})
+    if request is None:
+        return read_job(Job.model_validate(about).to_request(), cluster, stack)
+    read = read_job(Job.model_validate(request["job"]).to_request(), cluster, stack)
+    changes = [Change(c["path"], c["from"], c["to"], c["why"], c["family"]) for c in about.get("changes") or ()]
+    return read_values(apply_changes(read.document.values, changes), read.document, cluster, stack)
 
 
 def _about(settings: Settings) -> Predicted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from app.problems import of_validation_error
 from app.schemas import Measured, Run
+from app.services import runs
 from app.services.evidence import SNAPSHOT, kind_of
 from estimator.diagnose import file_lines, job_from_evidence, parse_evidence
 from estimator.diagnose.snapshot import SnapshotRefused, read_snapshot
@@ -27,16 +29,42 @@ class BadRow(ValueError):
     """A row that is no run; the message names the line and what is wrong with it."""
 
 
-def read(path: Path) -> Iterator[Run | BadRow]:
-    """The runs of a file in order, a bad row in the place of what could not be read. Streams; raises OSError."""
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a log or a snapshot leaves out."""
+
+    job: Mapping[str, Any]
+    """As POST /estimate takes it."""
+    gpu: str
+    world_size: int
+    rank: int = 0
+    allocator: str = "default"
+    stack: Mapping[str, str] = field(default_factory=dict)
+
+    def as_run(self) -> dict[str, Any]:
+        return {
+            "job": dict(self.job),
+            "gpu": self.gpu,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "allocator": self.allocator,
+            "stack": dict(self.stack),
+        }
+
+
+def read(path: Path, about: About | None = None) -> Iterator[Run | BadRow]:
+    """The runs of a file in order, a bad row in the place of what could not be read. Streams; raises OSError.
+
+    ``about``: job and cluster where a log or a snapshot does not say them.
+    """
     with path.open("rb") as file:
         head = file.read(64)
     if kind_of(head) == SNAPSHOT:
-        yield _of_snapshot(path)
+        yield _of_snapshot(path, about)
     elif head.lstrip().startswith(b"{"):
         yield from _of_records(path)
     else:
-        yield _of_log(path)
+        yield _of_log(path, about)
 
 
 def _of_records(path: Path) -> Iterator[Run | BadRow]:
@@ -67,10 +95,15 @@ def of_record(document: Any, where: str) -> Run | BadRow:
         return BadRow(f"{where}: is {type(document).__name__}, not an object")
     plain = _from_profiler(document) if document.get("record_version") else document
     try:
-        return Run.model_validate(plain)
+        run = Run.model_validate(plain)
     except ValidationError as error:
         problems = of_validation_error(error, Run).errors
-        return BadRow(f"{where}: " + "; ".join(f"{p.path} {p.message}" for p in problems[:5]))
+    else:
+        problems = tuple(runs.check(run))
+        if not problems:
+            return run
+    words = (f"{p.path} {p.message}" + (f" ({p.suggestion})" if p.suggestion else "") for p in problems[:5])
+    return BadRow(f"{where}: " + "; ".join(words))
 
 
 def _from_profiler(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,33 +155,35 @@ def _phase(phase: Any) -> Any:
     return {name: phase[name] for name in names if name in phase}
 
 
-def _of_log(path: Path) -> Run | BadRow:
-    """A training log of Megatron-LM or Megatron-Bridge: the job it prints, and the highest of its memory lines."""
+def _of_log(path: Path, about: About | None) -> Run | BadRow:
+    """A training log of Megatron-LM or Megatron-Bridge: the job it prints, and the highest of its memory lines.
+
+    The rank is the one that printed them: it need not be the worst of the job.
+    """
     with path.open("rb") as file:
         evidence = parse_evidence(file_lines(file))
     readings = [r for r in evidence.readings if r.source in ("megatron", "bridge")]
     if not readings:
         return BadRow(f"{path}: is a text without a memory line of Megatron-LM or Megatron-Bridge")
-    proposal = job_from_evidence(evidence)
-    if proposal.job is None or proposal.cluster is None:
-        absent = ", ".join(m.path for m in proposal.missing)
-        return BadRow(f"{path}: the log does not say {absent}")
+    if about is None:
+        proposal = job_from_evidence(evidence)
+        if proposal.job is None or proposal.cluster is None:
+            absent = ", ".join(m.path for m in proposal.missing)
+            return BadRow(f"{path}: the log does not say {absent} (--about FILE does)")
+        job, cluster = proposal.job, proposal.cluster
+        about = About(
+            {"recipe": job.recipe, "module": job.module, "config": job.config, "overrides": list(job.overrides)},
+            cluster.gpu,
+            cluster.num_gpus,
+        )
     peaks = [r.value("max_allocated_bytes") or r.value("allocated_bytes") or 0 for r in readings]
     worst = readings[peaks.index(max(peaks))]
-    job, cluster = proposal.job, proposal.cluster
     document = {
+        **about.as_run(),
         "run_id": f"log:{_digest(path)}",
         "source": "log",
         "outcome": "oom" if evidence.first is not None and evidence.first.kind.place == "gpu" else "ok",
-        "gpu": cluster.gpu,
-        "world_size": cluster.num_gpus,
-        "rank": worst.rank or 0,
-        "job": {
-            "recipe": job.recipe,
-            "module": job.module,
-            "config": job.config,
-            "overrides": list(job.overrides),
-        },
+        "rank": worst.rank if worst.rank is not None else about.rank,
         "measured": {
             "peak_allocated_bytes": max(peaks),
             "peak_reserved_bytes": worst.value("max_reserved_bytes"),
@@ -157,16 +192,24 @@ def _of_log(path: Path) -> Run | BadRow:
     return of_record(document, str(path))
 
 
-def _of_snapshot(path: Path) -> Run | BadRow:
-    """Totals of a memory snapshot. It says nothing of the job, so that its name has to carry a run's identity."""
+def _of_snapshot(path: Path, about: About | None) -> Run | BadRow:
+    """Totals of a memory snapshot, which says nothing of job and GPU."""
     try:
         snapshot = read_snapshot(path)
     except SnapshotRefused as error:
         return BadRow(f"{path}: {error}")
-    return BadRow(
-        f"{path}: is a memory snapshot with a peak of {snapshot['peak_allocated_bytes']} bytes, but says nothing of "
-        "job and GPU: send it as a run with measured.peak_allocated_bytes, or see oombudsman diagnose"
-    )
+    if about is None:
+        return BadRow(
+            f"{path}: is a memory snapshot with a peak of {snapshot['peak_allocated_bytes']} bytes, but says nothing "
+            "of job and GPU: --about FILE does"
+        )
+    document = {
+        **about.as_run(),
+        "run_id": f"snapshot:{_digest(path)}",
+        "source": "snapshot",
+        "measured": {"peak_allocated_bytes": snapshot["peak_allocated_bytes"]},
+    }
+    return of_record(document, str(path))
 
 
 def _digest(path: Path) -> str:

@@ -74,26 +74,30 @@ def _store_new(database: Database, runs: Sequence[Run], rows: dict[str, dict[str
     return Stored(len(rows) - len(present), len(present))
 
 
-def check(run: Run, where: str) -> list[FieldProblem]:
-    """What cannot be true of a run, each with the place and what would be right."""
+def check(run: Run, where: str = "") -> list[FieldProblem]:
+    """What cannot be true of a run, each with the place (below ``where``) and what would be right."""
+    return [FieldProblem(f"{where}.{p.path}" if where else p.path, p.message, p.suggestion) for p in _check(run)]
+
+
+def _check(run: Run) -> list[FieldProblem]:
     found: list[FieldProblem] = []
     measured = run.measured
     try:
         total = find_gpu(run.gpu).total_bytes
     except JobError as error:
-        found.append(FieldProblem(f"{where}.gpu", error.problems[0].message, error.problems[0].suggestion))
+        found.append(FieldProblem("gpu", error.problems[0].message, error.problems[0].suggestion))
         total = None
     try:
         read_stack(run.stack)
     except JobError as error:
-        found += [FieldProblem(f"{where}.{p.path}", p.message, p.suggestion) for p in error.problems]
+        found += [FieldProblem(p.path, p.message, p.suggestion) for p in error.problems]
     for name, version in run.stack.items():
         if not version[:1].isdigit() or not set(version.lower()) <= _VERSION_CHARACTERS:
-            found.append(FieldProblem(f"{where}.stack.{name}", f"{version[:40]!r} is no version", "such as 2.11.0"))
+            found.append(FieldProblem(f"stack.{name}", f"{version[:40]!r} is no version", "such as 2.11.0"))
     if run.rank >= run.world_size:
-        found.append(FieldProblem(f"{where}.rank", f"is not below world_size {run.world_size}"))
+        found.append(FieldProblem("rank", f"is not below world_size {run.world_size}"))
     if run.outcome == "ok" and run.source != "feedback" and measured.peak_allocated_bytes is None:
-        found.append(FieldProblem(f"{where}.measured.peak_allocated_bytes", "is required for a run that was ok"))
+        found.append(FieldProblem("measured.peak_allocated_bytes", "is required for a run that was ok"))
     for name in (
         "peak_allocated_bytes",
         "persistent_bytes",
@@ -103,16 +107,14 @@ def check(run: Run, where: str) -> list[FieldProblem]:
     ):
         value = getattr(measured, name)
         if value is not None and total is not None and value > 1.01 * total:
-            found.append(
-                FieldProblem(f"{where}.measured.{name}", f"{value} is more than the card has", f"at most {total}")
-            )
+            found.append(FieldProblem(f"measured.{name}", f"{value} is more than the card has", f"at most {total}"))
     peak, reserved = measured.peak_allocated_bytes, measured.peak_reserved_bytes
     if peak is not None and reserved is not None and reserved < peak:
-        found.append(FieldProblem(f"{where}.measured.peak_reserved_bytes", "is below peak_allocated_bytes"))
+        found.append(FieldProblem("measured.peak_reserved_bytes", "is below peak_allocated_bytes"))
     if peak is not None and measured.survival_bytes is not None and measured.survival_bytes < 0.99 * peak:
-        found.append(FieldProblem(f"{where}.measured.survival_bytes", "is below peak_allocated_bytes"))
+        found.append(FieldProblem("measured.survival_bytes", "is below peak_allocated_bytes"))
     if run.source != "feedback" and run.job is None and run.profile is None:
-        found.append(FieldProblem(f"{where}.job", "is required", "the job as POST /estimate takes it"))
+        found.append(FieldProblem("job", "is required", "the job as POST /estimate takes it"))
     return found
 
 

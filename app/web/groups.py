@@ -38,6 +38,8 @@ def grouped(estimate: Mapping[str, Any]) -> dict[str, int]:
     sizes = {group.key: 0 for group in GROUPS}
     owner = {member: group.key for group in GROUPS for member in group.members}
     for name, size in (estimate.get("components_at_peak") or {}).items():
+        if name == c.CALIBRATION:  # may be negative: part of what lies around the components
+            continue
         sizes[owner.get(name, "temporaries")] += size
     sizes[AROUND] = max(0, int(estimate.get("required_bytes") or 0) - sum(sizes.values()))
     return sizes

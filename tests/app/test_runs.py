@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -166,6 +167,36 @@ def test_a_log_is_imported(tmp_path: Path) -> None:
     assert item["source"] == "log"
 
 
+def test_what_a_file_leaves_out_is_said_beside_it(tmp_path: Path) -> None:
+    """A log without its job, and the totals of a memory snapshot."""
+    log, snapshot, about = tmp_path / "bare.log", tmp_path / "snapshot.pickle", tmp_path / "about.yaml"
+    log.write_text(
+        "[Rank 3] (after 2 iterations) memory (MB) | allocated: 41000.0 | max allocated: 42000.5 | reserved: 43000.0 | "
+        "max reserved: 44000.0\n step 3 memory (GB): mem-max-allocated-gigabytes: 45.5\n"
+    )
+    block = {"address": 1 << 30, "size": 2 << 20, "requested_size": 2 << 20, "state": "active_allocated", "frames": []}
+    segment = {"device": 0, "address": 1 << 30, "total_size": 2 << 20, "allocated_size": 2 << 20,
+               "active_size": 2 << 20, "stream": 0, "segment_type": "small", "blocks": [block]}  # fmt: skip
+    snapshot.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
+    for path in (log, snapshot):
+        refused = command("import", str(path))
+        assert refused.exit_code == 2
+        assert "--about" in refused.output
+    about.write_text(
+        "job: {recipe: llama3_8b_pretrain_config}\ncluster: {gpu: h100-80gb, num_gpus: 8}\nrank: 1\n"
+        "stack: {megatron_core: 0.19.2}\n"
+    )
+    done = command("import", "--about", str(about), str(log), str(snapshot))
+    assert done.output.strip() == "2 stored, 0 known already", done.output
+    items = {item["source"]: item for item in json.loads(command("list", "--json").output)["items"]}
+    assert items["log"]["measured"]["peak_allocated_bytes"] == 45_500_000_000  # Bridge's GB are decimal
+    assert items["snapshot"]["measured"]["peak_allocated_bytes"] == 2 << 20
+    assert items["snapshot"]["rank"] == 1
+    assert items["log"]["predicted"]["peak_allocated_bytes"] > GIB
+    about.write_text("job: {}\ncluster: {gpu: h100-80gb}\n")
+    assert "cluster.num_gpus" in command("import", "--about", str(about), str(log)).output
+
+
 BAD_LINES = {
     "cut in half": ('{"record_version": "1", "run_id": "x"', "was the file cut?"),
     "no object": ("[1]", "not JSON"),
@@ -187,6 +218,7 @@ def test_bad_rows_are_named_and_left_out_when_asked(name: str, tmp_path: Path) -
     assert refused.exit_code == 2
     if name != "no object":
         assert message in refused.output
+        assert "runs.jsonl:2" in refused.output.replace("\n", "") or name == "cut in half"
     went_on = command("import", "--keep-going", str(path))
     assert went_on.exit_code == 0, went_on.output
     assert "2 stored, 0 known already, 1 refused" in went_on.output
@@ -256,7 +288,10 @@ def test_feedback_becomes_a_run(own_client: TestClient, body: dict[str, Any]) ->
     failed = own_client.post(address, json={"rank": 2, "ran": False, "log": log}).json()
     assert failed["outcome"] == "oom"
     items = own_client.get(f"/recommendations/{made['id']}/outcomes").json()["items"]
-    assert [item["outcome"] for item in items] == ["oom", "ok"]
+    assert [(item["rank"], item["outcome"]) for item in items] == [(2, "oom"), (1, "ok")]
+    assert (items[1]["predicted_peak_bytes"], items[1]["measured_peak_bytes"]) == (expected, expected + 1000)
+    run_ = own_client.get(f"/runs/{ran['run_id']}").json()
+    assert run_["predicted"]["peak_allocated_bytes"] == expected
     assert own_client.get("/runs", params={"source": "feedback"}).json()["items"][0]["recommendation_id"] == made["id"]
     assert own_client.post(address, json={"rank": 19, "ran": True}).json()["errors"][0]["path"] == "rank"
     assert own_client.post("/recommendations/rec_none/outcome", json={"rank": 0, "ran": True}).status_code == 404
