@@ -124,6 +124,10 @@ class Scribe:
         self.live[new] = buffer
         self._ops.append(Op(f"{old}>{new}", 0, buffer.component, buffer.stream))
 
+    def adopt(self, ops: list[Op]) -> None:
+        """Ops written elsewhere; whoever adopts them tells ``live`` what they leave."""
+        self._ops += ops
+
     def transient(self, name: str, num_bytes: int, component: str, stream: str = COMPUTE) -> None:
         """A buffer that is freed before anything else happens."""
         self.alloc(name, num_bytes, component, stream)

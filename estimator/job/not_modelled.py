@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from estimator.errors import FieldProblem
+from estimator.layout.layout_string import parse_layout
 
 Values = Mapping[str, Any]
 Row = tuple[str, Callable[[Any, Values], bool], str]
@@ -102,6 +103,26 @@ def _with_experts(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Va
     return lambda value, values: bool(values["model"].get("num_moe_experts")) and predicate(value, values)
 
 
+def _with_prediction(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
+    return lambda value, values: bool(values["model"].get("mtp_num_layers")) and predicate(value, values)
+
+
+def _prediction_beside(value: Any, values: Values) -> bool:
+    model = values["model"]
+    tied = model.get("share_embeddings_and_output_weights")
+    return bool(value) and bool(tied or model.get("fp8") or _fsdp(values))
+
+
+def _prediction_apart(value: Any, values: Values) -> bool:
+    if value is None:
+        return False
+    try:
+        stages = parse_layout(value)
+    except (TypeError, ValueError):
+        return False
+    return bool(stages[-1].count("m") != values["model"]["mtp_num_layers"])
+
+
 def _with_latents(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
     return lambda value, values: bool(values["model"].get("multi_latent_attention")) and predicate(value, values)
 
@@ -126,7 +147,14 @@ def _odd_balancing(value: Any, _: Values) -> bool:
 NOT_MODELLED: tuple[Row, ...] = (
     # path, predicate(value, whole document), what the field says
     ("model._target_", lambda v, _: v not in MODELLED_MODEL_CLASSES, "this model class"),
-    ("model.mtp_num_layers", _is_set, "multi-token prediction"),
+    ("model.mtp_num_layers", _prediction_beside, "multi-token prediction with tied embeddings, Megatron FSDP or FP8"),
+    ("model.mtp_use_repeated_layer", _with_prediction(_is_set), "one layer for all depths of prediction"),
+    ("model.mtp_detach_heads", _with_prediction(_is_set), "detached prediction heads"),
+    (
+        "model.pipeline_model_parallel_layout",
+        _with_prediction(_prediction_apart),
+        "prediction layers on another stage than the loss",
+    ),
     ("model.fp8", _kind_without_fp8, "experts or latent attention in FP8"),
     ("model.context_parallel_size", _with_latents(_over_one), "latent attention under context parallelism"),
     ("model.mla_down_proj_fusion", _with_latents(_is_set), "one product for both latents"),

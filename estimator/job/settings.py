@@ -118,6 +118,8 @@ class ModelSettings:
     fp8: Fp8Settings | None = None
     mla: MlaSettings | None = None
     moe: MoeSettings | None = None
+    mtp_num_layers: int = 0
+    """Depths of multi-token prediction, all on the last stage."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer of the whole model is a mixture of experts."""

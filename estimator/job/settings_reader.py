@@ -121,6 +121,7 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
         fp8=_fp8(model),
         mla=_mla(model),
         moe=_moe(model),
+        mtp_num_layers=model.get("mtp_num_layers") or 0,
     )
 
 

@@ -17,10 +17,15 @@ _INDEX_BYTES = 8
 
 
 @lru_cache(maxsize=512)
-def embedding_program(model: ModelSettings, x: Shapes, tied: bool, fused_wgrad: bool) -> Program:
-    """Forward leaves ``output``; backward turns ``^grad`` into the dense gradient of the embedding table."""
+def embedding_program(
+    model: ModelSettings, x: Shapes, tied: bool, fused_wgrad: bool, joins_prediction: bool = False
+) -> Program:
+    """Forward leaves ``output``; backward turns ``^grad`` into the dense gradient of the embedding table.
+
+    ``joins_prediction``: multi-token prediction on this stage has left a gradient of the same table.
+    """
     s = Scribe()
-    _forward(s, model, x)
+    write_embedding(s, model, x)
     forward = s.cut("embedding.forward")
     s.live.clear()
     s.assume("^grad", x.hidden, ACTIVATION_GRADIENTS)
@@ -35,28 +40,31 @@ def embedding_program(model: ModelSettings, x: Shapes, tied: bool, fused_wgrad: 
         s.free("^grad")
         s.rename("gathered", "^grad")
     if model.position_embedding_type == "learned_absolute":
-        _table_backward(s, x, "position_grad", model.seq_length)
+        write_table_backward(s, x, "position_grad", model.seq_length)
         steps += [s.cut("positions.backward"), GradReady("position_embeddings", "position_grad")]
         s.free("position_grad")
-    _table_backward(s, x, "word_grad", x.vocab_size)
+    write_table_backward(s, x, "word_grad", x.vocab_size)
     s.free("^grad")
     if tied and not fused_wgrad:
-        s.assume("^tied_wgrad", _table_bytes(x), WEIGHT_GRADIENTS)
+        s.assume("^tied_wgrad", table_bytes(x), WEIGHT_GRADIENTS)
     if tied:
-        s.alloc("word_grad_sum", _table_bytes(x), WEIGHT_GRADIENTS, SIDE)
+        s.alloc("word_grad_sum", table_bytes(x), WEIGHT_GRADIENTS, SIDE)
         s.free("word_grad", *(["^tied_wgrad"] if not fused_wgrad else []))
         s.rename("word_grad_sum", "word_grad")
+    if joins_prediction:
+        s.assume("^mtp_word_grad", table_bytes(x), WEIGHT_GRADIENTS)
+        s.free("^mtp_word_grad")
     steps += [s.cut("embedding.backward"), GradReady("word_embeddings", "word_grad")]
     s.free("word_grad")
     steps.append(s.cut("embedding.end"))
     return Program(forward, tuple(steps))
 
 
-def _table_bytes(x: Shapes) -> int:
+def table_bytes(x: Shapes) -> int:
     return x.vocab_size * x.hidden_size * x.element_bytes
 
 
-def _forward(s: Scribe, model: ModelSettings, x: Shapes) -> None:
+def write_embedding(s: Scribe, model: ModelSettings, x: Shapes) -> None:
     s.alloc("words", x.gathered_hidden, RESIDUAL)
     current = "words"
     if model.position_embedding_type == "learned_absolute":
@@ -82,7 +90,7 @@ def _forward(s: Scribe, model: ModelSettings, x: Shapes) -> None:
         s.rename("dropped", "output")
 
 
-def _table_backward(s: Scribe, x: Shapes, name: str, rows: int) -> None:
+def write_table_backward(s: Scribe, x: Shapes, name: str, rows: int) -> None:
     """Sorted indices, the dense gradient, then FP32 sums of partial segments: (n // 10 + min(n, rows)) x h."""
     n = x.tokens
     for i in range(2):

@@ -33,12 +33,12 @@ def head_program(model: ModelSettings, x: Shapes, tied_on_one_stage: bool, fused
     write_statistics(s, "final_norm", x.hidden_tokens, model.normalization)
     s.alloc("final_norm_output", x.hidden, NORMS)
     s.alloc("logits", x.logits, LOGITS)
-    _loss_forward(s, x, kind)
+    write_loss_forward(s, x, kind)
     forward = s.cut("head.forward")
 
     s.assume("prev/output", x.hidden, "activations_residual")
     steps: list[Step] = []
-    grad = _loss_backward(s, x, kind)
+    grad = write_loss_backward(s, x, kind)
     s.alloc("head_input_grad", x.gathered_hidden, ACTIVATION_GRADIENTS)
     if x.sequence_parallel:
         s.alloc("head_scattered", x.hidden, ACTIVATION_GRADIENTS)
@@ -68,7 +68,7 @@ def head_program(model: ModelSettings, x: Shapes, tied_on_one_stage: bool, fused
     return Program(forward, tuple(steps))
 
 
-def _loss_forward(s: Scribe, x: Shapes, kind: str) -> None:
+def write_loss_forward(s: Scribe, x: Shapes, kind: str) -> None:
     if kind == "te":
         s.alloc("losses", x.tokens * 4, LOGITS)
         s.transient("softmax_parts", x.tokens * 12, LOGITS)
@@ -80,7 +80,7 @@ def _loss_forward(s: Scribe, x: Shapes, kind: str) -> None:
     s.free("logits")
 
 
-def _loss_backward(s: Scribe, x: Shapes, kind: str) -> str:
+def write_loss_backward(s: Scribe, x: Shapes, kind: str) -> str:
     """Gradient of the logits; returns the name of its buffer."""
     s.free("losses")
     if kind == "te":

@@ -7,7 +7,7 @@ built before linear_qkv), transformer/mlp.py, models/gpt/gpt_model.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from estimator.job.settings import ModelSettings
@@ -32,7 +32,7 @@ class Parameter:
     @property
     def is_routed(self) -> bool:
         """A weight of a routed expert, split over ranks or not."""
-        return self.name.startswith("expert_fc")
+        return "expert_fc" in self.name
 
 
 Split = tuple[int, int, int]
@@ -151,6 +151,18 @@ def _experts(model: ModelSettings, split: Split, layer: int) -> list[Parameter]:
     return parameters
 
 
+def _prediction(model: ModelSettings, split: Split, depth: int) -> list[Parameter]:
+    """One depth of multi-token prediction: two norms, the projection of both, a layer like the decoder's last, a norm
+    (transformer/multi_token_prediction.py:1085-1150). On a pipeline its stage has a copy of the embedding table."""
+    h, t = model.hidden_size, split[0]
+    parameters = _norm("enorm", h, model.normalization, None) + _norm("hnorm", h, model.normalization, None)
+    parameters.append(_matrix("eh_proj", h // t, 2 * h))
+    layer = layer_parameters(model, split, 0, model.has_experts(model.num_layers - 1))
+    parameters += [replace(p, layer=None) for p in layer]
+    parameters += _norm("final_norm", h, model.normalization, None)
+    return [replace(p, name=f"mtp{depth}/{p.name}") for p in parameters]
+
+
 @lru_cache(maxsize=512)
 def stage_parameters(
     model: ModelSettings, split: Split, num_layers: int, pre_process: bool, post_process: bool, first_layer: int = 0
@@ -177,10 +189,14 @@ def stage_parameters(
         )
         if model.position_embedding_type == "learned_absolute":
             parameters.append(Parameter("position_embeddings", model.seq_length * model.hidden_size, model.hidden_size))
+    elif post_process and model.mtp_num_layers:
+        parameters.append(Parameter("word_embeddings", vocab * model.hidden_size, model.hidden_size))
     for layer in range(num_layers):
         parameters += layer_parameters(model, split, layer, model.has_experts(first_layer + layer))
     if post_process:
         parameters += _norm("final_norm", model.hidden_size, model.normalization, None)
+        for depth in range(model.mtp_num_layers):
+            parameters += _prediction(model, split, depth)
         if not (tied and pre_process):
             output = _matrix("output_layer", vocab, model.hidden_size)
             parameters.append(

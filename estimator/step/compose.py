@@ -15,6 +15,7 @@ from estimator.layout import ChunkShare, StageShare, stage_shares
 from estimator.model.embedding import embedding_program
 from estimator.model.head import head_program
 from estimator.model.layer import discarded_forward, layer_program
+from estimator.model.prediction import prediction_program
 from estimator.model.program import GradReady, NeedsMainGrad, Program, Step
 from estimator.model.shapes import Shapes, shapes_of
 from estimator.schedule import Action, pipeline_order
@@ -83,10 +84,10 @@ class _Composer:
         self.expert_layers = layers_with_experts(model, share)
         self.strategy = strategy_for(settings, stage)
         self.timeline = Timeline()
-        self.chunks = [self._chunk(chunk) for chunk in share.chunks]
         selective = settings.recompute.recompute_granularity == "selective"
         modules = settings.recompute.recompute_modules if selective else ()
         self.modules = tuple(modules)
+        self.chunks = [self._chunk(chunk) for chunk in share.chunks]
         self.programs: dict[tuple[bool, bool, bool, bool, bool], Program] = {}
         self.in_bf16 = replace(self.x, fp8=None)
         rotary = model.position_embedding_type in ("rope", "yarn") and not model.mla
@@ -101,12 +102,21 @@ class _Composer:
     def _chunk(self, share: ChunkShare) -> ModelChunk:
         model, fused = self.settings.model, self.strategy.fused_wgrad
         tied = model.share_embeddings_and_output_weights and share.pre_process and share.post_process
+        joins = share.post_process and model.mtp_num_layers > 0
         return ModelChunk(
             share,
             in_this_rank(recompute_chunks(self.settings.recompute, share.num_layers), share),
-            embedding_program(model, self.x, tied, fused) if share.pre_process else None,
-            head_program(model, self.x, tied, fused) if share.post_process else None,
+            embedding_program(model, self.x, tied, fused, joins) if share.pre_process else None,
+            self._head(share, tied) if share.post_process else None,
         )
+
+    def _head(self, share: ChunkShare, tied: bool) -> Program:
+        model, fused = self.settings.model, self.strategy.fused_wgrad
+        if not model.mtp_num_layers:
+            return head_program(model, self.x, tied, fused)
+        recompute = self.settings.recompute
+        checkpointed = recompute.recompute_granularity == "full" and recompute.recompute_method == "uniform"
+        return prediction_program(model, self.x, fused, self.modules, checkpointed, share.pre_process)
 
     def _shapes(self, layer: int) -> Shapes:
         return self.x if layer in self.fp8_layers else self.in_bf16

@@ -155,6 +155,40 @@ def _assert_clean(settings: Settings, rank: int = 0, left: bool = False) -> None
     assert left or activations == 0
 
 
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize("layout", ["EP 8", "TP 2"])
+def test_prediction_leaves_nothing_behind(layout: str, depths: int) -> None:
+    for fused, recompute in itertools.product((True, False), (None, RecomputeSettings("full", "uniform", 1))):
+        model = model_of(
+            LATENTS,
+            moe=moe_of(),
+            mtp_num_layers=depths,
+            gradient_accumulation_fusion=fused,
+            cross_entropy_fusion_impl="te" if fused else "native",
+        )
+        _assert_clean(job_of(model, recompute=recompute, **LAYOUTS[layout]))
+        piped = {**LAYOUTS[layout], "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+        for rank in (0, 1):
+            _assert_clean(job_of(model, recompute=recompute, **piped), rank, left=True)
+
+
+def test_prediction_keeps_all_logits_and_one_more_layer() -> None:
+    model = model_of(LATENTS, moe=moe_of(), cross_entropy_fusion_impl="te")
+    predicting = replace(model, mtp_num_layers=1)
+    parallel = {"expert_model_parallel_size": 8}
+    without, with_one = (_allocated(job_of(m, "ddp", **parallel)) for m in (model, predicting))
+    logits = 2048 * 32000 * 2
+    more = with_one["steady_forward_backward"][1] - without["steady_forward_backward"][1]
+    states = with_one["steady_optimizer_step"][0] - without["steady_optimizer_step"][0]
+    assert more - states >= logits
+    plain, predicted = (stage_parameters(m, (1, 8, 1), 4, True, True) for m in (model, predicting))
+    last_layer = sum(p.num_elements for p in plain if p.layer == 3)
+    extra = sum(p.num_elements for p in predicted) - sum(p.num_elements for p in plain)
+    assert extra == last_layer + 2 * 512 * 512 + 3 * 512
+    first, last = (stage_parameters(predicting, (1, 8, 1), 2, pre, not pre) for pre in (True, False))
+    assert [p.name for p in last].count("word_embeddings") == [p.name for p in first].count("word_embeddings") == 1
+
+
 def test_more_recompute_saves_less() -> None:
     model = model_of(LATENTS, moe=moe_of(pattern=(1,) * 4))
     parallel = {"expert_model_parallel_size": 8}

@@ -139,7 +139,7 @@ def test_recompute(overrides: list[str], expected: tuple[Any, ...]) -> None:
 # overrides, field in the way
 NOT_YET = [
     (["model.num_moe_experts=8"], "model.moe_grouped_gemm"),
-    (["model.mtp_num_layers=1"], "model.mtp_num_layers"),
+    (["model.mtp_num_layers=1", *FSDP], "model.mtp_num_layers"),
     (["mixed_precision=bf16_with_mxfp8_mixed"], "model.fp8_recipe"),
     (["mixed_precision=bf16_with_fp8_delayed_scaling_mixed", *FSDP], "model.fp8_param"),
     (
