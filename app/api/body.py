@@ -34,13 +34,17 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def strict_handler(request: Request) -> Response:
-            if request.method in BODY_METHODS and not _is_json(request):
+            if request.method in BODY_METHODS and _has_body(request) and not _is_json(request):
                 found = request.headers.get("content-type", "nothing")[:100]
                 error = FieldProblem("header.content-type", f"says {found}", "Content-Type: application/json")
                 raise ProblemError(Problem("unsupported-media-type", "the body must be JSON", (error,)))
             return await handler(StrictRequest(request.scope, request.receive))
 
         return strict_handler
+
+
+def _has_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
 
 
 def _is_json(request: Request) -> bool:

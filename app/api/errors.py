@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Any
 
@@ -117,7 +118,19 @@ def _of_http_error(request: Request, error: StarletteHTTPException) -> Problem:
         "method-not-allowed": f"{request.method} is not a method of {request.url.path[:200]}",
     }.get(slug, str(error.detail))
     errors = (FieldProblem("path", detail, "GET /openapi.json lists every address"),) if slug == "not-found" else ()
-    return Problem(slug, detail, errors, status=error.status_code, headers=error.headers or {})
+    headers = dict(error.headers or {})
+    if slug == "method-not-allowed" and (allowed := _allowed_methods(request)):
+        headers["Allow"] = ", ".join(allowed)
+    return Problem(slug, detail, errors, status=error.status_code, headers=headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """All that the document says of this path: the router answers for the first route that it finds only."""
+    path = request.url.path.removeprefix("/v1")
+    for template, operations in request.app.openapi()["paths"].items():
+        if re.fullmatch(re.sub(r"\\\{[^}]*\\\}", "[^/]+", re.escape(template)), path):
+            return sorted(method.upper() for method in operations)
+    return []
 
 
 class ProblemMiddleware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -38,8 +39,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         try:
             migrations.prepare(settings, database.engine)
             app.state.database = database
-            warm()
             _settle_memory()
+            # Compiled code is loaded meanwhile; where it has to be compiled first, that takes half a minute.
+            threading.Thread(target=warm, name="warm", daemon=True).start()
             yield
         finally:
             database.close()

@@ -104,7 +104,7 @@ def _add_one(router: APIRouter) -> None:
     @router.post(
         "/calibrations/{calibration_id}/activate",
         summary="Answer with this calibration from now on",
-        responses={200: {"model": CalibrationAnswer}, **problem_responses(404, 415, 422, 500, 503)},
+        responses={200: {"model": CalibrationAnswer}, **problem_responses(400, 404, 415, 422, 500, 503)},
     )
     def activate(calibration_id: Identity, database: DatabaseDependency, _body: Nothing | None = None) -> Response:
         _known(calibrations.activate(database, calibration_id) or None)
@@ -113,7 +113,7 @@ def _add_one(router: APIRouter) -> None:
     @router.post(
         "/calibrations/{calibration_id}/deactivate",
         summary="Answer with the shipped calibration again",
-        responses={200: {"model": CalibrationAnswer}, **problem_responses(404, 415, 422, 500, 503)},
+        responses={200: {"model": CalibrationAnswer}, **problem_responses(400, 404, 415, 422, 500, 503)},
     )
     def deactivate(calibration_id: Identity, database: DatabaseDependency, _body: Nothing | None = None) -> Response:
         found = _known(calibrations.get(database, calibration_id))
