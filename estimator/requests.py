@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from estimator.calibration import Calibration
+if TYPE_CHECKING:  # numpy takes its time, and the command line reads options first
+    from estimator.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True)
