@@ -18,6 +18,7 @@ HUBER = 1.5
 MIN_NOISE = 5e-4
 """Rounding of the allocator: no run is known better than this."""
 ITERATIONS = 8
+SWEEPS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,17 @@ def prior_sigmas(names: tuple[str, ...]) -> Floats:
 
 
 def _bounded(precision: Floats, target: Floats, bounds: Floats, unbounded: Floats) -> Floats:
-    """The minimum of the same parabola within the bounds."""
-    if (np.abs(unbounded) <= bounds).all():
-        return unbounded
-    from scipy.optimize import lsq_linear
-
-    factor = np.linalg.cholesky(precision)
-    found = lsq_linear(factor.T, np.linalg.solve(factor, target), bounds=(-bounds, bounds))
-    return np.asarray(found.x, dtype=float)
+    """The minimum of the same parabola within the bounds, one coordinate after the other: the matrix is positive
+    definite, so that this converges."""
+    values = np.clip(unbounded, -bounds, bounds)
+    for _ in range(SWEEPS if (values != unbounded).any() else 0):
+        before = values.copy()
+        for k in range(len(values)):
+            rest = target[k] - precision[k] @ values + precision[k, k] * values[k]
+            values[k] = np.clip(rest / precision[k, k], -bounds[k], bounds[k])
+        if np.allclose(before, values, rtol=0, atol=1e-9):
+            break
+    return values
 
 
 def _weighted_median(values: Floats, weights: Floats) -> float:

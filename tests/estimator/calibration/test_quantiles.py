@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from estimator.calibration.quantiles import LEVELS, QuantileTable, from_runs, sum_of
+from estimator.calibration.quantiles import LEVELS, QuantileTable, from_runs, student_quantiles, sum_of
 
 T5 = from_runs([], 0.01, 5.0)
 
@@ -16,6 +16,21 @@ def test_without_runs_the_quantiles_are_students() -> None:
     assert T5.quantile(0.99) == pytest.approx(0.03365, abs=1e-4)  # tables of t: 3.365 at 5 degrees of freedom
     assert T5.quantile(0.5) == 0
     assert T5.below(T5.quantile(0.9)) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("dof", "level", "quantile"),
+    [
+        (3, 0.95, 2.3534),
+        (5, 0.99, 3.3649),
+        (5, 0.995, 4.0321),
+        (10, 0.975, 2.2281),
+        (30, 0.999, 3.3852),
+        (1e5, 0.975, 1.96),
+    ],
+)
+def test_students_quantiles_are_those_of_printed_tables(dof: float, level: float, quantile: float) -> None:
+    assert np.interp(level, LEVELS, student_quantiles(dof)) == pytest.approx(quantile, rel=1e-3)
 
 
 @given(st.floats(-0.2, 0.2), st.floats(0, 0.05))
