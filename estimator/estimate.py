@@ -102,7 +102,8 @@ class Estimate:
             "peak_pipeline_rank": rank.pipeline_rank,
             "survival_bytes": {name: rank.survival_bytes.get(name) for name in SETTINGS},
             "allocator": {"setting": self.allocator_setting, "source": self.settings.runtime.allocator_source},
-            "overhead_bytes": {"cuda_context": self.overhead.context_bytes, "nccl": self.overhead.nccl_bytes},
+            "overhead_bytes": {"cuda_context": self.overhead.context_bytes, "nccl": self.overhead.nccl_bytes}
+            | ({"dispatcher": self.overhead.dispatcher_bytes} if self.overhead.dispatcher_bytes else {}),
             "required_bytes": self.required_bytes(),
             "usable_bytes": self.cluster.usable_bytes,
             "memory_limit_bytes": self.cluster.memory_limit_bytes,

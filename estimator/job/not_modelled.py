@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from estimator.errors import FieldProblem
+from estimator.job.settings import DEEPEP_RECEIVED_TOKENS
 from estimator.layout.layout_string import parse_layout
 
 Values = Mapping[str, Any]
@@ -103,6 +104,15 @@ def _with_experts(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Va
     return lambda value, values: bool(values["model"].get("num_moe_experts")) and predicate(value, values)
 
 
+def _unknown_backend(value: Any, values: Values) -> bool:
+    """DeepEP has settings for these numbers of ranks alone (deep_ep/buffers/legacy.py:233-290)."""
+    model = values["model"]
+    if model.get("moe_token_dispatcher_type") != "flex":
+        return False
+    ranks = (model.get("expert_model_parallel_size") or 1) * (model.get("expert_tensor_parallel_size") or 1)
+    return value not in ("deepep", "hybridep") or (value == "deepep" and ranks not in DEEPEP_RECEIVED_TOKENS)
+
+
 def _with_prediction(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
     return lambda value, values: bool(values["model"].get("mtp_num_layers")) and predicate(value, values)
 
@@ -160,7 +170,14 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("model.mla_down_proj_fusion", _with_latents(_is_set), "one product for both latents"),
     ("model.rope_type", _with_latents(lambda v, _: v not in ("rope", "yarn")), "this rotary embedding of latents"),
     ("model.moe_grouped_gemm", _with_experts(lambda v, _: not v), "experts one after another"),
-    ("model.moe_token_dispatcher_type", _with_experts(lambda v, _: v != "alltoall"), "this token dispatcher"),
+    (
+        "model.moe_token_dispatcher_type",
+        _with_experts(lambda v, _: v not in ("alltoall", "flex")),
+        "this token dispatcher",
+    ),
+    ("model.moe_flex_dispatcher_backend", _with_experts(_unknown_backend), "this backend of the flexible dispatcher"),
+    ("model.moe_expert_rank_capacity_factor", _with_experts(_given), "a capacity of each rank"),
+    ("model.moe_hybridep_pad_uneven_dispatch_inputs", _with_experts(_is_set), "padded inputs of HybridEP"),
     ("model.moe_apply_probs_on_input", _with_experts(_is_set), "probabilities applied before the experts"),
     ("model.moe_router_padding_for_quantization", _with_experts(_is_set), "routing padded for quantization"),
     ("model.moe_router_load_balancing_type", _with_experts(_odd_balancing), "this load balancing"),

@@ -46,6 +46,18 @@ class MlaSettings:
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
+DEEPEP_RECEIVED_TOKENS = {
+    **dict.fromkeys((2, 4, 8), 256),
+    **dict.fromkeys((16, 24, 32, 48, 64), 288),
+    96: 480,
+    128: 560,
+    144: 720,
+    160: 720,
+}
+"""Ranks that DeepEP has settings for -> tokens that a channel holds for one sender of the node (DeepEP
+deep_ep/buffers/legacy.py:233-290)."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeSettings:
     """Mixture of experts: the layers that have one, its router, dispatcher and experts."""
@@ -69,9 +81,14 @@ class MoeSettings:
     """FFN width of the shared experts, 0 for none."""
     shared_overlap: bool = False
     shared_gate: bool = False
-    capacity_factor: float | None = None
-    pad_to_capacity: bool = False
     latent_size: int | None = None
+    num_groups: int = 0
+    """Groups of experts, of which a token chooses ``group_topk`` first."""
+    group_topk: int = 0
+    dispatcher_sms: int = 20
+    """Multiprocessors that DeepEP uses: they decide its buffers."""
+    nvlink_ranks: int = 8
+    """Ranks that HybridEP reaches over NVLink."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def _model(values: Mapping[str, Any]) -> ModelSettings:
         model_class=str(model["_target_"]).rpartition(".")[2],
         fp8=_fp8(model),
         mla=_mla(model),
-        moe=_moe(model),
+        moe=_moe(values),
         mtp_num_layers=model.get("mtp_num_layers") or 0,
     )
 
@@ -132,7 +132,8 @@ def _mla(model: Mapping[str, Any]) -> MlaSettings | None:
     return MlaSettings(**{name: model[name] for name in names})
 
 
-def _moe(model: Mapping[str, Any]) -> MoeSettings | None:
+def _moe(values: Mapping[str, Any]) -> MoeSettings | None:
+    model = values["model"]
     experts = model.get("num_moe_experts")
     if not experts:
         return None
@@ -161,7 +162,17 @@ def _moe(model: Mapping[str, Any]) -> MoeSettings | None:
         shared_overlap=bool(model.get("moe_shared_expert_overlap")),
         shared_gate=bool(model.get("moe_shared_expert_gate")),
         latent_size=model.get("moe_latent_size"),
+        num_groups=model.get("moe_router_num_groups") or 0,
+        group_topk=model.get("moe_router_group_topk") or 0,
+        dispatcher_sms=model.get("moe_flex_dispatcher_num_sms") or 20,
+        nvlink_ranks=_nvlink_ranks(values.get("env_vars") or {}),
     )
+
+
+def _nvlink_ranks(env: Mapping[str, Any]) -> int:
+    """Ranks of one NVLink domain; HybridEP detects them unless told, 8 are taken then."""
+    given = str(env.get("NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", ""))
+    return int(given) if given.isdigit() and 0 < int(given) <= 1024 else 8
 
 
 def _pattern(model: Mapping[str, Any]) -> tuple[int, ...]:

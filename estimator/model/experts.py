@@ -1,10 +1,9 @@
-"""Mixture of experts: router, dispatcher, grouped experts and shared experts of one layer.
+"""Mixture of experts: router and grouped experts of one layer, around a dispatcher.
 
 Read in megatron-core 0.19.2, transformer/moe: moe_layer.py:586-665 (what the frame of ``custom_forward`` holds until it
 returns: the permuted and the received tokens), router.py:700-860 and moe_utils.py:1294-1395 (router),
-token_dispatcher.py:372-920 (all-to-all) and 1190-1620 (flexible), moe_utils.py:337-615 (permutation without fusion),
-experts.py:118-880 (TEGroupedMLP), shared_experts.py; transformer_engine 2.12.0 pytorch/permutation.py:184-470, 701-790
-and triton/permutation.py (fused permutation), module/grouped_linear.py:60-530, router.py. Not measured.
+experts.py:118-880 (TEGroupedMLP); transformer_engine 2.12.0 pytorch/module/grouped_linear.py:60-530, router.py. Not
+measured.
 
 Letters: T rows of the hidden states on this rank, E experts, k experts a token, e experts of this rank, R rows that the
 experts of this rank receive (k T times EP / EP, times ETP, times the load imbalance), f FFN of an expert / ETP.
@@ -14,14 +13,13 @@ from __future__ import annotations
 
 from estimator.components import ACTIVATION_GRADIENTS, EXPERTS, ROUTER, WEIGHT_GRADIENTS
 from estimator.job.settings import DTYPE_BYTES, ModelSettings
+from estimator.model.dispatchers import DISPATCHERS, FP32, INDEX, free_live
 from estimator.model.products import Norm, Product
 from estimator.model.program import GradReady, NeedsMainGrad, Step
 from estimator.model.residual import write_add_forward, write_dropout_backward
 from estimator.model.shapes import Shapes
-from estimator.timeline import SIDE, Scribe
-
-_INDEX = 8
-_FP32 = 4
+from estimator.model.shared_experts import SharedExperts
+from estimator.timeline import Scribe
 
 
 class ExpertLayer:
@@ -32,7 +30,6 @@ class ExpertLayer:
         self.model, self.x, self.moe = model, shapes, model.moe
         self.recompute_all = "moe" in modules
         self.recompute_activation = "moe_act" in modules
-        self.recompute_shared = "shared_experts" in modules and not model.moe.shared_overlap
         self.recompute_norm = "layernorm" in modules
         self.norm = Norm("pre_mlp", "pre_mlp_norm_weight")
         moe, x, e = model.moe, shapes, shapes.element_bytes
@@ -44,21 +41,17 @@ class ExpertLayer:
         self.inner = moe.ffn_hidden_size // x.expert_tensor_parallel
         gates = 2 if model.gated_linear_unit else 1
         self.split_gate = model.gated_linear_unit and not model.bias_activation_fusion
-        self.sent_bytes = self.rows * self.width * e
         self.received_bytes = self.received * self.width * e
-        self.arrived_bytes = self.received // x.expert_tensor_parallel * self.width * e
         self.fc1_bytes = self.received * self.inner * gates * e
         self.act_bytes = self.received * self.inner * e
         self.fc1_weight = self.width * self.inner * gates * e
         self.fc2_weight = self.width * self.inner * e
-        self.probability = DTYPE_BYTES[moe.router_dtype] if moe.dispatcher == "alltoall" else _FP32
+        self.dispatcher = DISPATCHERS[moe.dispatcher](model, shapes)
+        self.probability = self.dispatcher.probability
         self.table = x.hidden_tokens * moe.num_experts
         """Elements of a [T, E] table."""
-        shared = moe.shared_size // x.tensor_parallel
-        self.shared_act = x.tokens * shared * e
-        gathered = "gathered" if moe.shared_overlap else "column"
-        self.shared_fc1 = Product("shared_fc1", "shared_fc1", x.hidden_size, shared * gates, gathered, EXPERTS)
-        self.shared_fc2 = Product("shared_fc2", "shared_fc2", shared, x.hidden_size, "row", EXPERTS)
+        recompute_shared = "shared_experts" in modules and not moe.shared_overlap
+        self.shared = SharedExperts(model, shapes, recompute_shared) if moe.shared_size else None
         hidden, latent = x.hidden_size, moe.latent_size or 0
         self.latent_down = Product("latent_down", "fc1_latent_proj", hidden, latent, "duplicated", EXPERTS)
         self.latent_up = Product("latent_up", "fc2_latent_proj", latent, hidden, "duplicated", EXPERTS)
@@ -75,39 +68,42 @@ class ExpertLayer:
             s.free("residual")
 
     def _inner_forward(self, s: Scribe, keep: bool) -> None:
-        moe, x = self.moe, self.x
+        moe, x, shared = self.moe, self.x, self.shared
         overlap = moe.shared_overlap
-        if moe.shared_size and not overlap:
-            self._shared_forward(s, keep and not self.recompute_shared)
+        if shared and not overlap:
+            shared.forward(s, keep and not shared.recompute)
         self._route(s, keep)
         if moe.latent_size:
             self.latent_down.forward(s, x, self.model, keep)
-        if moe.shared_size and overlap:
-            self._shared_gather(s)
-        self._dispatch(s, keep)
-        if moe.shared_size and overlap:
-            self._shared_first_half(s, keep)
-        self._arrange(s, keep)
+        if shared and overlap:
+            shared.gather(s)
+        self.dispatcher.forward(s)
+        if shared and overlap:
+            shared.first_half(s, keep)
         self._experts_forward(s, keep)
-        self._combine(s, keep)
+        self.dispatcher.combine(s)
         if moe.latent_size:
             s.rename("combined", "latent_up_input")
             self.latent_up.forward(s, x, self.model, keep)
             if not keep:
                 s.free("latent_up_input")
             s.rename("latent_up_output", "combined")
-        if moe.shared_size and overlap:
-            self._shared_second_half(s, keep)
+        if shared and overlap:
+            shared.second_half(s, keep)
             s.free("shared_output")
             s.rename("combined", "moe_output")
-        elif moe.shared_size:
+        elif shared:
             s.alloc("moe_output", x.hidden, EXPERTS)
             s.free("combined", "shared_output")
         else:
             s.rename("combined", "moe_output")
-        s.free(*(name for name in ("sent", "arrived") if name in s.live))
+        free_live(s, *self.dispatcher.held)
         if not keep:
             self._drop_tables(s)
+
+    def _drop_tables(self, s: Scribe) -> None:
+        self.dispatcher.drop(s)
+        free_live(s, "latent_down_output")
 
     # -- router ---------------------------------------------------------------------------------------------------
     def _route(self, s: Scribe, keep: bool) -> None:
@@ -121,14 +117,14 @@ class ExpertLayer:
         if moe.router_fusion:
             s.alloc("probs", wide, ROUTER)
             s.alloc("routing_map", n, ROUTER)
-            s.alloc("scores", n * _FP32, ROUTER)
+            s.alloc("scores", n * FP32, ROUTER)
         else:
             self._unfused_topk(s, wide)
         if moe.aux_losses and keep:
-            s.alloc("aux_scores", n * _FP32, ROUTER)
+            s.alloc("aux_scores", n * FP32, ROUTER)
             s.transient("aux_map", n, ROUTER)
             if moe.router_fusion:
-                s.alloc("aux_intermediate", n * _FP32, ROUTER)
+                s.alloc("aux_intermediate", n * FP32, ROUTER)
         s.free("logits")
         if not keep:
             s.free("scores")
@@ -136,9 +132,9 @@ class ExpertLayer:
     def _unfused_topk(self, s: Scribe, wide: int) -> None:
         """Scores in FP32, top-k values and indices, then two scatters into zeros (moe_utils.py:840-895)."""
         n, rows = self.table, self.rows
-        s.alloc("scores", n * _FP32, ROUTER)
-        s.alloc("top_values", rows * _FP32, ROUTER)
-        s.alloc("top_indices", rows * _INDEX, ROUTER)
+        s.alloc("scores", n * FP32, ROUTER)
+        s.alloc("top_values", rows * FP32, ROUTER)
+        s.alloc("top_indices", rows * INDEX, ROUTER)
         s.alloc("zeros", wide, ROUTER)
         s.alloc("probs", wide, ROUTER)
         s.free("zeros")
@@ -146,54 +142,6 @@ class ExpertLayer:
         s.alloc("counts", n * 4, ROUTER)
         s.alloc("routing_map", n, ROUTER)
         s.free("zeros", "counts", "top_values", "top_indices")
-
-    # -- dispatch -------------------------------------------------------------------------------------------------
-    def _dispatch(self, s: Scribe, keep: bool) -> None:
-        """Leaves ``sent`` (permuted for the other ranks), ``arrived`` where ranks exchange tokens, and the maps.
-
-        ``sent`` and ``arrived`` stay referenced until the layer's forward returns.
-        """
-        moe, x = self.moe, self.x
-        if moe.dispatcher == "alltoall":
-            self._permutation_map(s, x.hidden_tokens, moe.num_experts, self.rows)
-            s.alloc("sent", self.sent_bytes, EXPERTS)
-            s.alloc("sent_probs", self.rows * self.probability, ROUTER)
-            if x.expert_parallel > 1:
-                s.alloc("arrived", self.arrived_bytes, EXPERTS)
-                s.alloc(
-                    "arrived_probs", self.arrived_bytes // (self.width * x.element_bytes) * self.probability, ROUTER
-                )
-
-    def _permutation_map(self, s: Scribe, tokens: int, experts: int, rows: int) -> None:
-        """Fused: int32 [tokens, 2 experts + 1]. Else a sort of the transposed map, whose indices the probabilities'
-        backward keeps, and the rows' token numbers."""
-        if self.moe.permute_fusion:
-            s.alloc("row_map", tokens * (2 * experts + 1) * 4, ROUTER)
-            return
-        s.alloc("map_transposed", tokens * experts, ROUTER)
-        s.alloc("sorted_map", tokens * experts, ROUTER)
-        s.alloc("row_map", tokens * experts * _INDEX, ROUTER)
-        s.free("sorted_map", "map_transposed")
-        s.alloc("row_tokens", rows * _INDEX, ROUTER)
-
-    def _arrange(self, s: Scribe, keep: bool) -> None:
-        """Gathers over expert tensor parallelism, sorts by local expert: ``expert_input`` and its probabilities."""
-        source = "arrived" if "arrived" in s.live else "sent"
-        if self.x.expert_tensor_parallel > 1:
-            s.alloc("gathered_rows", self.received_bytes, EXPERTS)
-            source = "gathered_rows"
-        probs = self.received * self.probability
-        if self.local > 1:
-            if self.moe.permute_fusion:
-                s.alloc("sort_map", self.received * 4, ROUTER)
-            s.alloc("expert_input", self.received_bytes, EXPERTS)
-            s.alloc("expert_probs", probs, ROUTER)
-            if source == "gathered_rows":
-                s.free("gathered_rows")
-        else:
-            s.rename(source, "expert_input")
-            s.alloc("expert_probs", probs, ROUTER)
-        s.free("sent_probs", *(["arrived_probs"] if "arrived_probs" in s.live else []))
 
     # -- experts --------------------------------------------------------------------------------------------------
     def _experts_forward(self, s: Scribe, keep: bool) -> None:
@@ -226,88 +174,7 @@ class ExpertLayer:
             self._drop_factors(s)
 
     def _drop_factors(self, s: Scribe) -> None:
-        for name in ("expert_gate", "expert_linear", "expert_product"):
-            if name in s.live:
-                s.free(name)
-
-    def _combine(self, s: Scribe, keep: bool) -> None:
-        """Unsorts, reduces over expert tensor parallelism, sends back, unpermutes: ``combined``."""
-        x = self.x
-        current = "expert_output"
-        if self.local > 1:
-            if self.moe.permute_fusion:
-                s.alloc("unsort_map", self.received * 4, ROUTER)
-            s.alloc("unsorted", self.received_bytes, EXPERTS)
-            current = "unsorted"
-        if x.expert_tensor_parallel > 1:
-            s.alloc("reduced", self.arrived_bytes, EXPERTS)
-            if current == "unsorted":
-                s.free("unsorted")
-            current = "reduced"
-        if current != "expert_output":
-            s.free("expert_output")
-        if x.expert_parallel > 1:
-            s.alloc("returned", self.sent_bytes, EXPERTS)
-            s.free(current)
-            current = "returned"
-        width = self.width * x.element_bytes
-        s.alloc("combined", x.hidden_tokens * width, EXPERTS)
-        s.free(current)
-
-    def _drop_tables(self, s: Scribe) -> None:
-        for name in ("probs", "routing_map", "row_map", "row_tokens", "sort_map", "unsort_map"):
-            if name in s.live:
-                s.free(name)
-        if "latent_down_output" in s.live:
-            s.free("latent_down_output")
-
-    # -- shared experts -------------------------------------------------------------------------------------------
-    def _shared_forward(self, s: Scribe, keep: bool) -> None:
-        self.shared_fc1.forward(s, self.x, self.model, keep)
-        self._shared_activation(s, keep)
-        self.shared_fc2.forward(s, self.x, self.model, keep)
-        if not keep:
-            s.free("shared_activation")
-        self._shared_gate(s, keep)
-
-    def _shared_activation(self, s: Scribe, keep: bool) -> None:
-        if self.split_gate:
-            s.alloc("shared_gate_part", self.shared_act, EXPERTS)
-            s.alloc("shared_linear_part", self.shared_act, EXPERTS)
-        s.alloc("shared_activation", self.shared_act, EXPERTS)
-        if not keep:
-            s.free("shared_fc1_output")
-            self._drop_shared_factors(s)
-
-    def _drop_shared_factors(self, s: Scribe) -> None:
-        if self.split_gate:
-            s.free("shared_gate_part", "shared_linear_part")
-
-    def _shared_gate(self, s: Scribe, keep: bool) -> None:
-        if not self.moe.shared_gate:
-            s.rename("shared_fc2_output", "shared_output")
-            return
-        s.alloc("shared_score", self.x.hidden_tokens * self.x.element_bytes, EXPERTS)
-        s.alloc("shared_output", self.x.hidden, EXPERTS)
-        if not keep:
-            s.free("shared_fc2_output", "shared_score")
-
-    def _shared_gather(self, s: Scribe) -> None:
-        """Overlapped: the gather is the layer's own, and the first product saves its result."""
-        if self.x.sequence_parallel:
-            s.alloc("shared_gathered", self.x.gathered_hidden, EXPERTS, SIDE)
-
-    def _shared_first_half(self, s: Scribe, keep: bool) -> None:
-        s.alloc("shared_fc1_output", self.shared_fc1.output_bytes(self.x), EXPERTS, SIDE)
-        self._shared_activation(s, keep)
-        if not keep and self.x.sequence_parallel:
-            s.free("shared_gathered")
-
-    def _shared_second_half(self, s: Scribe, keep: bool) -> None:
-        self.shared_fc2.forward(s, self.x, self.model, keep)
-        if not keep:
-            s.free("shared_activation")
-        self._shared_gate(s, keep)
+        free_live(s, "expert_gate", "expert_linear", "expert_product")
 
     # -- backward -------------------------------------------------------------------------------------------------
     def backward(self, s: Scribe, fused_wgrad: bool, out_of_place: bool, keep_grad: bool = False) -> list[Step]:
@@ -331,8 +198,8 @@ class ExpertLayer:
             steps += self.latent_down.backward(s, x, m, fused_wgrad, "tokens_grad", "latent_down_output")
             s.rename("latent_down_input_grad", "tokens_grad")
         steps += self._router_backward(s)
-        if self.moe.shared_size:
-            steps += self._shared_backward(s, fused_wgrad)
+        if self.shared:
+            steps += self.shared.backward(s, fused_wgrad)
         if dropped:
             s.free(dropped)
         self.norm.backward(s, x, m, "tokens_grad")
@@ -357,13 +224,8 @@ class ExpertLayer:
         s.rename("^grad_sum", "^grad")
 
     def _experts_backward(self, s: Scribe, fused_wgrad: bool) -> list[Step]:
-        x, steps = self.x, list[Step]()
-        s.alloc("rows_grad", self.sent_bytes, ACTIVATION_GRADIENTS)
-        if self.moe.latent_size:
-            s.free("combined_grad")
-        self._move(s, x.expert_parallel > 1, "rows_grad", self.arrived_bytes)
-        self._move(s, x.expert_tensor_parallel > 1, "rows_grad", self.received_bytes)
-        self._move(s, self.local > 1, "rows_grad", self.received_bytes)
+        steps: list[Step] = []
+        self.dispatcher.backward_combine(s)
         if self.recompute_activation:
             self._activation(s, keep=True)
         steps += self._grouped(s, fused_wgrad, "expert_fc2", "activation_grad", self.act_bytes, self.fc2_weight)
@@ -371,22 +233,8 @@ class ExpertLayer:
         self._activation_backward(s)
         steps += self._grouped(s, fused_wgrad, "expert_fc1", "rows_grad", self.received_bytes, self.fc1_weight)
         s.free("fc1_grad", "expert_input", "expert_probs")
-        self._move(s, self.local > 1, "rows_grad", self.received_bytes)
-        self._move(s, x.expert_tensor_parallel > 1, "rows_grad", self.arrived_bytes)
-        self._move(s, x.expert_parallel > 1, "rows_grad", self.sent_bytes)
-        width = self.width * x.element_bytes
-        s.alloc("tokens_grad", x.hidden_tokens * width, ACTIVATION_GRADIENTS)
-        s.alloc("probs_grad", self.table * DTYPE_BYTES[self.moe.router_dtype], ROUTER)
-        s.free("rows_grad", "probs_rows_grad")
+        self.dispatcher.backward_dispatch(s)
         return steps
-
-    @staticmethod
-    def _move(s: Scribe, happens: bool, name: str, num_bytes: int) -> None:
-        """A copy to other rows or ranks, then the source goes."""
-        if happens:
-            s.alloc(f"{name}_moved", num_bytes, ACTIVATION_GRADIENTS)
-            s.free(name)
-            s.rename(f"{name}_moved", name)
 
     def _grouped(
         self, s: Scribe, fused_wgrad: bool, name: str, result: str, num_bytes: int, weight_bytes: int
@@ -426,9 +274,7 @@ class ExpertLayer:
         s.alloc("logits_grad", self.table * size, ROUTER)
         s.free("probs_grad", "scores")
         self._drop_tables(s)
-        for name in ("aux_scores", "aux_intermediate"):
-            if name in s.live:
-                s.free(name)
+        free_live(s, "aux_scores", "aux_intermediate")
         elements = x.hidden_tokens * x.hidden_size
         weight = moe.num_experts * x.hidden_size
         if size != x.element_bytes:
@@ -446,32 +292,4 @@ class ExpertLayer:
         s.free("logits_grad", "gate_input_grad")
         steps: list[Step] = [s.cut("moe.router"), GradReady("router", "router_grad")]
         s.free("router_grad")
-        return steps
-
-    def _shared_backward(self, s: Scribe, fused_wgrad: bool) -> list[Step]:
-        x, m, moe = self.x, self.model, self.moe
-        steps: list[Step] = []
-        if self.recompute_shared:
-            self._shared_forward(s, keep=True)
-        grad = None
-        if moe.shared_gate:
-            s.alloc("shared_fc2_grad", x.hidden, ACTIVATION_GRADIENTS)
-            s.alloc("score_grad", x.hidden, ACTIVATION_GRADIENTS)
-            s.free("shared_fc2_output", "shared_score", "score_grad")
-            grad = "shared_fc2_grad"
-        steps += self.shared_fc2.backward(s, x, m, fused_wgrad, grad, "shared_activation")
-        s.alloc("shared_fc1_grad", self.shared_fc1.output_bytes(x), ACTIVATION_GRADIENTS)
-        s.free("shared_fc2_input_grad", "shared_fc1_output")
-        self._drop_shared_factors(s)
-        saved = "shared_gathered" if "shared_gathered" in s.live else None
-        steps += self.shared_fc1.backward(s, x, m, fused_wgrad, "shared_fc1_grad", saved)
-        if saved:
-            s.transient("shared_scattered_grad", x.hidden, ACTIVATION_GRADIENTS)
-        s.free("shared_fc1_input_grad")
-        if moe.shared_gate:
-            s.alloc("gate_grad", x.hidden_size * x.element_bytes, WEIGHT_GRADIENTS)
-            steps += [s.cut("moe.shared_gate"), GradReady("shared_gate", "gate_grad")]
-            s.free("gate_grad")
-        if self.recompute_shared:
-            s.free("shared_output")
         return steps

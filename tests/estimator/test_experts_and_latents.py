@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from estimator.job.settings import MlaSettings, ModelSettings, MoeSettings, RecomputeSettings, Settings
+from estimator.model.dispatch_buffers import dispatch_buffer_bytes, hybrid_ep_bytes
+from estimator.model.dispatchers import distinct_rows
 from estimator.model.parameters import stage_parameters
 from estimator.step import step_timeline
 from estimator.timeline import EMPTY_CACHE_OP
@@ -89,6 +91,10 @@ EXPERTS = {
     "overlap and gate": {"shared_overlap": True, "shared_gate": True},
     "no shared": {"shared_size": 0, "aux_losses": 0, "expert_bias": True, "force_load_balancing": True},
     "latent": {"latent_size": 256},
+    "HybridEP": {"dispatcher": "hybridep", "shared_overlap": True},
+    "HybridEP, BF16 router": {"dispatcher": "hybridep", "router_dtype": "bfloat16", "latent_size": 256},
+    "DeepEP": {"dispatcher": "deepep"},
+    "DeepEP, nothing fused": {"dispatcher": "deepep", "permute_fusion": False, "router_fusion": False},
 }
 LAYOUTS = {
     "EP 8": {"expert_model_parallel_size": 8},
@@ -187,6 +193,31 @@ def test_prediction_keeps_all_logits_and_one_more_layer() -> None:
     assert extra == last_layer + 2 * 512 * 512 + 3 * 512
     first, last = (stage_parameters(predicting, (1, 8, 1), 2, pre, not pre) for pre in (True, False))
     assert [p.name for p in last].count("word_embeddings") == [p.name for p in first].count("word_embeddings") == 1
+
+
+def test_tokens_arrive_once_under_deepep() -> None:
+    """With all experts on one rank every token arrives; with k of E chosen evenly, the usual share."""
+    moe = moe_of(num_experts=16, topk=4)
+    assert distinct_rows(moe, 16, 1000) == 1000
+    assert distinct_rows(moe, 1, 1000) == 1000 * 4 // 16
+    assert distinct_rows(replace(moe, num_groups=4, group_topk=1), 4, 1000) == 250
+    assert distinct_rows(moe, 4, 1000) == int(1000 * (1 - (12 * 11 * 10 * 9) / (16 * 15 * 14 * 13)))
+
+
+def test_buffers_beside_torch() -> None:
+    """HybridEP: two bytes an element for the tokens of all ranks come first; more nodes, more buffers. DeepEP: its
+    buffers do not depend on the number of tokens."""
+    hybrid = model_of(None, moe=moe_of(dispatcher="hybridep"))
+    parallel = {"expert_model_parallel_size": 8}
+    small = dispatch_buffer_bytes(job_of(hybrid, **parallel))
+    tokens = 8 * 2048 * (512 * 2 + 2 * 8 * 4 + 4 * 4 + 16)
+    assert small == tokens
+    assert dispatch_buffer_bytes(job_of(hybrid, micro_batch_size=2, **parallel)) == 2 * small
+    assert hybrid_ep_bytes(16, 8, 2048, 512, 1) > hybrid_ep_bytes(16, 16, 2048, 512, 1)
+    deep = model_of(None, moe=moe_of(dispatcher="deepep"))
+    one, two = (dispatch_buffer_bytes(job_of(deep, micro_batch_size=b, **parallel)) for b in (1, 2))
+    assert one == two > 32 * 1024 * 1024
+    assert dispatch_buffer_bytes(job_of(model_of(None, moe=moe_of()), **parallel)) == 0
 
 
 def test_more_recompute_saves_less() -> None:
