@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy.exc import IntegrityError
 
-from app.db.models import CalibrationRow
+from app.db.models import CalibrationRow, Recommendation
 from app.db.repositories import Calibrations, Runs
 from app.db.session import Database
 from estimator import ESTIMATOR_VERSION, SCHEMA_VERSION
@@ -123,6 +123,15 @@ def active(database: Database) -> tuple[Calibration, ...]:
                 known = _remember(row.calibration_id, stored.document)
             found.append(known)
     return tuple(found)
+
+
+def of_answer(database: Database, kept: Recommendation) -> tuple[Calibration, ...]:
+    """The calibration that an answer was made with, so that more can be asked about it; none: it was a shipped one."""
+    if kept.calibration_id is None or kept.calibration_id in _shipped():
+        return ()
+    with database.transaction() as session:
+        row = Calibrations(session).get(kept.calibration_id)
+        return () if row is None else (_remember(row.id, row.document),)
 
 
 _KNOWN: dict[str, Calibration] = {}

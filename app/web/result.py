@@ -9,6 +9,7 @@ from app.db.models import Recommendation
 from app.schemas import EstimateBody, RecommendBody
 from app.web.charts import bars, course_plot, pareto_plot
 from app.web.whatif import WhatIf, what_if
+from estimator.calibration import Calibration
 from estimator.errors import EstimatorError
 from estimator.requests import EstimateRequest
 
@@ -32,9 +33,13 @@ def title_of(request: Mapping[str, Any]) -> str:
 
 
 def context(
-    row: Recommendation, query: Mapping[str, str], reports: Sequence[Mapping[str, Any]], address: str
+    row: Recommendation,
+    query: Mapping[str, str],
+    reports: Sequence[Mapping[str, Any]],
+    address: str,
+    calibrations: tuple[Calibration, ...] = (),
 ) -> dict[str, Any]:
-    """Everything that result.html needs."""
+    """Everything that result.html needs; ``calibrations``: that of the answer."""
     answer, request = row.result, row.request
     current = answer.get("current")
     estimated = current if current and current.get("required_bytes") else None
@@ -60,7 +65,7 @@ def context(
         "reports": reports,
         "feedback": {},
         "feedback_error": "",
-        **what_if_context(row, query),
+        **what_if_context(row, query, calibrations),
     }
 
 
@@ -96,14 +101,16 @@ def _course(request: Mapping[str, Any], estimated: Mapping[str, Any] | None) -> 
     return course_plot(points, room, "out of memory above this line")
 
 
-def what_if_context(row: Recommendation, query: Mapping[str, str]) -> dict[str, Any]:
+def what_if_context(
+    row: Recommendation, query: Mapping[str, str], calibrations: tuple[Calibration, ...] = ()
+) -> dict[str, Any]:
     """The what-if section: the form, and bars where something was changed."""
     answer = row.result
     estimated = answer.get("current")
     if not estimated or not estimated.get("required_bytes"):
         return {"row": row, "what_if": None, "what_if_bars": []}
     try:
-        found: WhatIf | None = what_if(RecommendBody.model_validate(row.request), query)
+        found: WhatIf | None = what_if(RecommendBody.model_validate(row.request), query, calibrations)
     except (EstimatorError, ValueError):
         return {"row": row, "what_if": None, "what_if_bars": []}
     shown = [("The job as it is", estimated)]

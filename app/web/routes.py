@@ -72,12 +72,19 @@ def _add_answer_pages(router: APIRouter, settings: Settings) -> None:
     def show(recommendation_id: Identity, request: Request, database: DatabaseDependency) -> Response:
         row = _kept(recommendation_id, database)
         reports = outcomes.of(database, row.id)
-        return page("result.html", **result.context(row, request.query_params, reports, str(request.url)))
+        return page(
+            "result.html",
+            **result.context(
+                row, request.query_params, reports, str(request.url), calibrations.of_answer(database, row)
+            ),
+        )
 
     @router.get("/r/{recommendation_id}/what-if")
     def what_if(recommendation_id: Identity, request: Request, database: DatabaseDependency) -> Response:
         row = _kept(recommendation_id, database)
-        return page("_whatif.html", **result.what_if_context(row, request.query_params))
+        return page(
+            "_whatif.html", **result.what_if_context(row, request.query_params, calibrations.of_answer(database, row))
+        )
 
     @router.post("/r/{recommendation_id}/outcome", max_body_size=settings.max_recommend_body_bytes)
     async def report(recommendation_id: Identity, request: Request, database: DatabaseDependency) -> Response:
@@ -92,7 +99,9 @@ def _add_answer_pages(router: APIRouter, settings: Settings) -> None:
                 message = of_estimator_error(error).detail
             else:
                 return RedirectResponse(f"/r/{row.id}#feedback", 303, headers=HEADERS)
-        context = result.context(row, {}, outcomes.of(database, row.id), str(request.url))
+        context = result.context(
+            row, {}, outcomes.of(database, row.id), str(request.url), calibrations.of_answer(database, row)
+        )
         return page("result.html", 422, **context | {"feedback_error": message, "feedback": values})
 
 

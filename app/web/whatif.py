@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.schemas import RecommendBody
+from estimator.calibration import Calibration
 from estimator.changes import apply_changes
 from estimator.cluster import Cluster, resolve_cluster
 from estimator.errors import EstimatorError, JobError, NotModelled
@@ -53,9 +54,12 @@ class WhatIf:
     refused: str | None = None
 
 
-def what_if(body: RecommendBody, query: Mapping[str, str]) -> WhatIf:
-    """Settings of the query on top of the request's job. Raises EstimatorError if the job itself cannot be read."""
-    cluster = resolve_cluster(body.cluster.to_request())
+def what_if(body: RecommendBody, query: Mapping[str, str], calibrations: tuple[Calibration, ...] = ()) -> WhatIf:
+    """Settings of the query on top of the request's job, with the calibration of its answer.
+
+    Raises EstimatorError if the job itself cannot be read.
+    """
+    cluster = resolve_cluster(replace(body.cluster.to_request(), calibrations=calibrations))
     stack = read_stack(body.stack)
     job = read_job(body.job.to_request(), cluster, stack)
     now = current_point(job.settings)
