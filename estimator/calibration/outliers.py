@@ -2,7 +2,8 @@
 
 A large error alone is no reason: it may be the model's, and then it belongs into the interval. What counts is evidence
 that the run itself is wrong: memory on the card that the process does not hold, states that contradict the job,
-repeats that disagree. If many runs of a group contradict their job, the model is wrong and they stay.
+repeats that disagree. A simulated run is laid out by the profiler itself, so that only states that another world size
+explains speak against it. If many runs of a group contradict their job, the model is wrong and they stay.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from estimator import components as c
 from estimator.calibration import priors
-from estimator.calibration.observations import Table
+from estimator.calibration.observations import Observation, Table
 
 GIB = 2**30
 FOREIGN_BYTES = 4 * GIB
@@ -24,6 +26,17 @@ STATES_TOLERANCE = 0.05
 FAR = 0.25
 """Without persistent bytes: no error of the model was ever as large."""
 ROBUST_Z = 8.0
+EXPLAINED = 0.02
+OTHER_WORLDS = tuple(2.0**k for k in range(-6, 7) if k)
+"""Sizes of a rank's shard, relative to that in the world that the run names."""
+_STATES = (c.OPTIMIZER_STATES, c.MAIN_PARAMETERS)
+SHARDED = {
+    "distopt": _STATES,
+    "optim": _STATES,
+    "optim_grads": (*_STATES, c.MAIN_GRADIENTS),
+    "optim_grads_params": (*_STATES, c.MAIN_GRADIENTS, c.PARAMETERS),
+}
+"""What shrinks with the world size."""
 MAX_SHARE = 0.05
 """If more runs of a strategy look wrong, it is the model."""
 
@@ -93,6 +106,7 @@ def _contradictions(table: Table, reasons: dict[int, str]) -> tuple[str, ...]:
         members = np.flatnonzero(alive & (table.strategies == strategy))
         found: dict[int, str] = {}
         found |= _far(table.persistent_errors, members, STATES_TOLERANCE, "persistent bytes")
+        found = {i: why for i, why in found.items() if _may_be_another_job(table.rows[i])}
         unknown = members[np.isnan(table.persistent_errors[members])]
         found |= _far(table.errors, unknown, FAR, "the peak")
         if len(found) > max(1, int(MAX_SHARE * len(members))):
@@ -100,6 +114,17 @@ def _contradictions(table: Table, reasons: dict[int, str]) -> tuple[str, ...]:
         else:
             reasons |= found
     return tuple(suspicious)
+
+
+def _may_be_another_job(row: Observation) -> bool:
+    """Whether the states can be those of another job: a simulated one differs in its world size or not at all."""
+    if row.method != "simulated":
+        return True
+    measured, predicted = row.measured_persistent, row.predicted_persistent
+    sharded = sum(row.components.get(name, 0) for name in SHARDED.get(row.strategy, ()))
+    if not measured or not predicted or not sharded:
+        return False
+    return any(abs(measured / (predicted + sharded * (factor - 1)) - 1) < EXPLAINED for factor in OTHER_WORLDS)
 
 
 def _far(errors: NDArray[np.float64], members: NDArray[np.int64], tolerance: float, what: str) -> dict[int, str]:

@@ -98,6 +98,7 @@ def test_runs_that_measure_another_job_are_listed_and_left_out() -> None:
             good[1],
             run_id="wrong-world",
             fingerprint="x",
+            method="real",
             measured_persistent=2 * (good[1].predicted_persistent or 0),
             measured_peak=int(1.7 * good[1].predicted_peak),
         ),
@@ -126,17 +127,36 @@ def test_a_repeat_that_disagrees_is_left_out() -> None:
 
 def test_one_run_of_a_wrong_world_size_alone_teaches_nothing() -> None:
     row = draw(1)[0]
-    wrong = replace(row, measured_peak=2 * row.predicted_peak, measured_persistent=2 * (row.predicted_persistent or 0))
+    wrong = replace(
+        row,
+        method="real",
+        measured_peak=2 * row.predicted_peak,
+        measured_persistent=2 * (row.predicted_persistent or 0),
+    )
     found = calibrated([wrong])
     assert [o["run_id"] for o in found["outliers"]] == [row.run_id]
     assert found["errors"] == calibrated([])["errors"]
 
 
+def test_a_simulated_run_is_left_out_only_if_another_world_size_explains_it() -> None:
+    rows = draw(300, strategies=("distopt",))
+    first, second = rows[0], rows[1]
+    quarter = first.components["parameters"] + first.components["optimizer_states"] * 4
+    rows += [
+        replace(first, run_id="wrong-world", fingerprint="x", measured_persistent=quarter),
+        replace(second, run_id="fault", fingerprint="y", measured_persistent=int(0.8 * second.components["parameters"]),
+                measured_peak=int(0.8 * second.predicted_peak)),
+    ]  # fmt: skip
+    found = calibrated(rows)
+    assert [row["run_id"] for row in found["outliers"]] == ["wrong-world"]
+    assert found["held_out"]["all"]["before"]["worst"] == pytest.approx(0.2, abs=0.001)
+
+
 def test_a_model_that_is_wrong_for_many_is_not_hidden_as_outliers() -> None:
     rows = [
-        replace(row, measured_persistent=int(1.3 * (row.predicted_persistent or 0)))
+        replace(row, method="real", measured_persistent=int(1.3 * (row.predicted_persistent or 0)))
         if row.strategy == "optim" and i % 3 == 0
-        else row
+        else replace(row, method="real")
         for i, row in enumerate(draw(300))
     ]
     found = calibrated(rows)
