@@ -238,3 +238,39 @@ class OutcomeBody(Body):
     ran: StrictBool
     peak: Bytes | None = Field(default=None, description="torch.cuda.max_memory_allocated() of the worst rank")
     log: Annotated[Text, Field(max_length=1_000_000)] | None = None
+
+
+class CapacityBody(Body):
+    """Body of POST /capacity."""
+
+    job: Job
+    cluster: Cluster
+    question: Name = Field(description="micro_batch_size | seq_length | num_gpus")
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")
+    min_fit_probability: Probability = 0.99
+
+    def to_request(self) -> EstimateRequest:
+        return EstimateRequest(self.job.to_request(), self.cluster.to_request(), self.stack, self.min_fit_probability)
+
+
+class Side(Body):
+    """One of two jobs that are compared."""
+
+    job: Job
+    cluster: Cluster
+
+
+class CompareBody(Body):
+    """Body of POST /compare: from ``a`` to ``b``."""
+
+    a: Side
+    b: Side
+    stack: dict[Name, Name] = Field(default_factory=dict, max_length=100, description="Versions of the software stack")
+    min_fit_probability: Probability = 0.99
+
+    def to_requests(self) -> tuple[EstimateRequest, EstimateRequest]:
+        first, second = (
+            EstimateRequest(side.job.to_request(), side.cluster.to_request(), self.stack, self.min_fit_probability)
+            for side in (self.a, self.b)
+        )
+        return first, second

@@ -173,6 +173,31 @@ class OutcomeList(BaseModel):
     schema_version: str
 
 
+class CapacityAnswer(Answer):
+    """The border: the largest that fits (or the fewest GPUs), and what was tried on both sides of it."""
+
+    question: str
+    value: int | None
+    current_value: int
+    estimate: EstimateAnswer | None
+    tried: list[dict[str, Any]]
+    summary: str
+    schema_version: str
+
+
+class CompareAnswer(Answer):
+    """From a to b: differences by phase, component and field."""
+
+    a: EstimateAnswer
+    b: EstimateAnswer
+    difference_bytes: int
+    phases: list[dict[str, Any]]
+    components: list[dict[str, Any]]
+    fields: list[dict[str, Any]] = Field(description="What the peak of a changes by when only this is taken from b")
+    summary: str
+    schema_version: str
+
+
 class EvidenceAnswer(Answer):
     evidence_id: str
     kind: str = Field(description="text | snapshot")

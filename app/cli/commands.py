@@ -125,6 +125,84 @@ def estimate(
 
 
 @application.command()
+def capacity(
+    words: o.Words = None,
+    question: Annotated[
+        str, typer.Option("--of", help="micro_batch_size, seq_length or num_gpus")
+    ] = "micro_batch_size",
+    recipe: o.Recipe = None,
+    module: o.Module = None,
+    config: o.Config = None,
+    override: o.Overrides = None,
+    stack: o.Stack = None,
+    gpu: o.Gpu = None,
+    num_gpus: o.NumGpus = None,
+    gpus_per_node: o.GpusPerNode = None,
+    memory_limit: o.MemoryLimit = None,
+    reserved: o.Reserved = None,
+    total_memory: o.TotalMemory = None,
+    min_fit_probability: o.MinFitProbability = 0.99,
+    as_json: o.AsJson = False,
+) -> None:
+    """The largest micro batch or sequence that fits, or the fewest GPUs, with everything else as it is."""
+    from app.schemas import CapacityBody
+    from app.services import answers
+
+    with explained(as_json):
+        typed = Options(
+            words or (), recipe, module, config, override or (), stack or (), gpu, num_gpus, gpus_per_node,
+            memory_limit, reserved, total_memory, {"question": question, "min_fit_probability": min_fit_probability},
+        )  # fmt: skip
+        answer = answers.capacity(build(typed, CapacityBody))
+    if as_json:
+        _print_json(answers.encode(answer))
+    else:
+        from app.cli.questions import print_capacity
+
+        print_capacity(answer)
+
+
+@application.command("diff")
+def difference(
+    job_a: Annotated[str, typer.Argument(metavar="JOB_A", help="A recipe, or a file such as run_config.yaml")],
+    job_b: Annotated[str, typer.Argument(metavar="JOB_B", help="The same, of the other job")],
+    gpu: o.Gpu = None,
+    num_gpus: o.NumGpus = None,
+    overrides_a: Annotated[list[str] | None, typer.Option("--a", help="Override of JOB_A; again for more")] = None,
+    overrides_b: Annotated[list[str] | None, typer.Option("--b", help="Override of JOB_B; again for more")] = None,
+    num_gpus_b: Annotated[int | None, typer.Option(help="GPUs of JOB_B, if they differ")] = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """What makes two jobs differ in memory: "it OOMs since we changed the configuration"."""
+    from app.cli.questions import compare_body, print_difference
+    from app.services import answers
+
+    with explained(as_json):
+        body = compare_body(job_a, job_b, gpu, num_gpus, num_gpus_b, overrides_a or [], overrides_b or [])
+        answer = answers.compare(body)
+    if as_json:
+        _print_json(answers.encode(answer))
+    else:
+        print_difference(answer)
+
+
+@application.command()
+def explain(
+    recommendation_id: Annotated[str, typer.Argument(metavar="ID", help="As printed when it was made")],
+) -> None:
+    """An earlier recommendation in words: what fills the card when, what to change and why, what it costs."""
+    from app.cli.database import find
+    from app.cli.inputs import refusal
+    from app.cli.questions import print_explanation
+
+    with explained(as_json=False):
+        row = find(recommendation_id)
+        if row is None:
+            raise refusal("ID", f"no recommendation has the id {recommendation_id!r}")
+    print_explanation(row.result)
+
+
+@application.command()
 def diagnose(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Logs, error texts, memory snapshots")],
     recipe: o.Recipe = None,

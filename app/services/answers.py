@@ -8,7 +8,7 @@ import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.schemas import EstimateBody, RecommendBody
+from app.schemas import CapacityBody, CompareBody, EstimateBody, RecommendBody
 from app.settings import Settings, get_settings
 from estimator.requests import EstimateRequest, RecommendRequest
 
@@ -41,6 +41,20 @@ def recommend(
 def calibrated(request: Request, calibrations: tuple[Calibration, ...]) -> Request:
     """The same question, to be answered with these calibrations where they hold."""
     return replace(request, cluster=replace(request.cluster, calibrations=calibrations))
+
+
+def capacity(body: CapacityBody) -> dict[str, Any]:
+    """The answer of POST /capacity. Raises JobError, NotModelled."""
+    from estimator.questions import capacity_answer
+
+    return capacity_answer(body.to_request(), body.question)
+
+
+def compare(body: CompareBody) -> dict[str, Any]:
+    """The answer of POST /compare. Raises JobError, NotModelled."""
+    from estimator.questions import compare_answer
+
+    return compare_answer(*body.to_requests())
 
 
 def new_id() -> str:

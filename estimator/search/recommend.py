@@ -18,12 +18,13 @@ from estimator.changes import Change, apply_changes
 from estimator.cluster import Cluster
 from estimator.errors import NotModelled
 from estimator.estimate import Estimate, estimate
-from estimator.job.settings import Stack
+from estimator.job.settings import Settings, Stack
+from estimator.layout import stage_shares
 from estimator.reading import ReadJob, read_values
 from estimator.search.changes import point_changes
 from estimator.search.cost import step_cost
 from estimator.search.screen import Screen
-from estimator.search.space import FSDP, Point, current_point, points
+from estimator.search.space import FSDP, Point, current_point, points, variant
 
 MAX_ESTIMATES = 60
 """Candidates estimated at most; the answer says so if the search ends there."""
@@ -93,6 +94,7 @@ def search(
     candidates = list(points(settings, cluster.gpus_per_node, allow))
     if not job.laid_out:
         candidates.remove(now)
+        candidates = [point for point in candidates if _can_be_split(job.settings, point)]
     if not candidates:
         return SearchResult((), None, 0, 0, True)
     cost = step_cost(settings, candidates, cluster.gpu, cluster.gpus_per_node)
@@ -159,6 +161,16 @@ def _front(
         if not front or need < front[-1].need_bytes:
             front.append(FrontPoint(point, need, times[point], fits))
     return tuple(front[:MAX_FRONT])
+
+
+def _can_be_split(settings: Settings, point: Point) -> bool:
+    """Whether Megatron-Core can deal the layers out: a layout kept from a job that cannot be laid out may not."""
+    trial = variant(settings, point)
+    try:
+        stage_shares(trial.model, trial.parallel)
+    except ValueError:
+        return False
+    return True
 
 
 def _missing_fsdp(fitting: list[Candidate], point: Point) -> bool:

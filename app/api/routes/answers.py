@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Path, Response
 
-from app.api.answers import EstimateAnswer, OutcomeAnswer, OutcomeList, RecommendAnswer
+from app.api.answers import CapacityAnswer, CompareAnswer, EstimateAnswer, OutcomeAnswer, OutcomeList, RecommendAnswer
 from app.api.body import StrictRoute
 from app.api.dependencies import DatabaseDependency
 from app.api.errors import ProblemError, problem_responses
@@ -16,7 +16,7 @@ from app.api.examples import EXAMPLES
 from app.db.models import Recommendation
 from app.db.session import Database
 from app.problems import Problem
-from app.schemas import EstimateBody, OutcomeBody, RecommendBody
+from app.schemas import CapacityBody, CompareBody, EstimateBody, OutcomeBody, RecommendBody
 from app.services import answers, calibrations, outcomes, storage
 from app.settings import Settings
 from estimator import SCHEMA_VERSION
@@ -46,6 +46,24 @@ def build_router(settings: Settings) -> APIRouter:
     ) -> Response:
         answer = answers.estimate(body, calibrations.active(database))
         return Response(answers.encode(answer), media_type=JSON)
+
+    @router.post(
+        "/capacity",
+        summary="The largest micro batch or sequence that fits, or the fewest GPUs",
+        max_body_size=settings.max_estimate_body_bytes,
+        responses={200: {"model": CapacityAnswer}, **problem_responses(*BODY_ERRORS)},
+    )
+    def capacity(body: Annotated[CapacityBody, Body(openapi_examples=_capacity_examples())]) -> Response:
+        return Response(answers.encode(answers.capacity(body)), media_type=JSON)
+
+    @router.post(
+        "/compare",
+        summary="What makes two jobs differ in memory",
+        max_body_size=2 * settings.max_estimate_body_bytes,
+        responses={200: {"model": CompareAnswer}, **problem_responses(*BODY_ERRORS)},
+    )
+    def compare(body: Annotated[CompareBody, Body(openapi_examples=_compare_examples())]) -> Response:
+        return Response(answers.encode(answers.compare(body)), media_type=JSON)
 
     @router.post(
         "/recommend",
@@ -115,6 +133,21 @@ def build_router(settings: Settings) -> APIRouter:
 
 def _examples() -> Any:
     return EXAMPLES
+
+
+_SIDE: dict[str, Any] = {
+    "job": {"recipe": "llama3_8b_pretrain_config"},
+    "cluster": {"gpu": "h100-80gb", "num_gpus": 16},
+}
+
+
+def _capacity_examples() -> Any:
+    return {"sequence": {"summary": "The longest sequence", "value": {**_SIDE, "question": "seq_length"}}}
+
+
+def _compare_examples() -> Any:
+    changed = {**_SIDE, "job": {**_SIDE["job"], "overrides": ["train.micro_batch_size=2"]}}
+    return {"a change": {"summary": "Since the micro batch was changed", "value": {"a": _SIDE, "b": changed}}}
 
 
 def _load(database: Database, recommendation_id: str) -> Recommendation:
