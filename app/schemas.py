@@ -72,9 +72,13 @@ class Job(Body):
     overrides: list[Annotated[Text, Field(max_length=100_000)]] = Field(
         default_factory=list, max_length=5_000, description="Hydra-style overrides, or Python lines cfg.x.y = value"
     )
+    moe_load_imbalance: Annotated[float, Field(ge=1, le=4096, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Tokens of the fullest expert-parallel rank over the mean; null = as a trained router has",
+    )
 
     def to_request(self) -> JobRequest:
-        return JobRequest(self.recipe, self.module, self.config, tuple(self.overrides))
+        return JobRequest(self.recipe, self.module, self.config, tuple(self.overrides), self.moe_load_imbalance)
 
 
 class Cluster(Body):

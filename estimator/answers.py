@@ -12,13 +12,14 @@ from estimator.course import course
 from estimator.diagnose import Diagnosis, diagnose
 from estimator.errors import FieldProblem, JobError
 from estimator.estimate import SCALED, Estimate, estimate
-from estimator.job.settings import Stack
+from estimator.imbalance import LOAD_IMBALANCE_INTERVAL, stops_fitting_at
+from estimator.job.settings import Settings, Stack
 from estimator.reading import ReadJob, read_job, read_stack
 from estimator.render import advise, render_override
 from estimator.requests import EstimateRequest, JobRequest, RecommendRequest
 from estimator.search import DEFAULT_FAMILIES, Candidate, SearchResult, search
 from estimator.search.space import current_point
-from estimator.step import step_timeline
+from estimator.step import steady_peak, step_timeline
 from estimator.survival import SETTINGS
 
 MAX_RECOMMENDATIONS = 20
@@ -38,10 +39,33 @@ def estimate_answer(request: EstimateRequest) -> dict[str, Any]:
     answer = {**result.as_dict(), "problems": [p.as_dict() for p in job.problems]}
     if not request.survival:
         answer |= _lower_bound(result)
+    answer |= _imbalance(result, request.min_fit_probability)
     if request.timeline:
         answer["timeline"] = course_answer(job, cluster, result)
     answer["assumptions"] = [*answer["assumptions"], *job.assumptions]
     return answer
+
+
+def _imbalance(result: Estimate, min_probability: float) -> dict[str, Any]:
+    """Of experts on several ranks: what was assumed of their load, and from which imbalance on the job does not fit.
+
+    Nothing for other jobs. The worst rank alone is looked at, its survival memory in the same ratio to the peak.
+    """
+    settings = result.settings
+    if settings.model.moe is None or settings.parallel.expert_model_parallel_size == 1:
+        return {}
+
+    def fits(trial: Settings) -> bool:
+        peak = steady_peak(trial, result.rank.pipeline_rank, result.cluster.gpu.family)
+        return result.verdict_at(int(peak * result.survival_ratios[result.allocator_setting]), min_probability).fits
+
+    return {
+        "moe": {
+            "load_imbalance": settings.moe_load_imbalance,
+            "interval": list(LOAD_IMBALANCE_INTERVAL),
+            "stops_fitting_at": stops_fitting_at(settings, fits),
+        }
+    }
 
 
 def course_answer(job: ReadJob, cluster: Cluster, result: Estimate) -> list[dict[str, Any]]:
@@ -81,6 +105,7 @@ def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
     prefer = seen.advice.families_first if seen is not None else ()
     if current is not None:
         answer["current"] = {**current.as_dict(), "problems": answer["problems"]}
+        answer["current"] |= _imbalance(current, request.min_fit_probability)
         if current.verdict.fits and not job.errors:
             _fits_already(answer, current)
             if seen is not None and seen.outcome == "gpu_memory":

@@ -88,6 +88,10 @@ class Estimate:
     def required_bytes(self, rank: RankEstimate | None = None) -> int:
         return (rank or self.rank).survival_bytes[self.allocator_setting] + self.overhead.total_bytes
 
+    def verdict_at(self, survival: int, min_probability: float) -> Verdict:
+        """The verdict if the job needed this much survival memory."""
+        return _judged(self.settings, self.cluster, self.overhead, survival, min_probability)
+
     def as_dict(self) -> dict[str, Any]:
         """The answer of ``POST /estimate`` (without problems and the job's own assumptions)."""
         rank, peak = self.rank, self.rank.peak
@@ -126,6 +130,19 @@ class Estimate:
             "assumptions": self.assumptions(),
         }
 
+    def _of_kinds(self) -> list[str]:
+        """What is assumed of kinds of models that no run has been measured of."""
+        model = self.settings.model
+        kinds = {"experts": model.moe, "latent attention": model.mla, "multi-token prediction": model.mtp_num_layers}
+        found = [name for name, value in kinds.items() if value]
+        notes = [f"{' and '.join(found)}: allocations read from the source, not measured yet"] if found else []
+        if model.moe and self.settings.parallel.expert_model_parallel_size > 1:
+            notes.append(
+                f"the fullest rank's experts receive {self.settings.moe_load_imbalance:g} times the mean of tokens "
+                "(moe_load_imbalance)"
+            )
+        return notes
+
     def assumptions(self) -> list[str]:
         names = ", ".join(self.overhead.communicators) or "none"
         scaled = [] if self.simulated else [SCALED]
@@ -140,6 +157,7 @@ class Estimate:
             "PYTORCH_CUDA_ALLOC_CONF sets nothing but expandable_segments; no other process shares the card",
             "gradient clipping is active in the step",
             f"{self.settings.num_microbatches} microbatches a step on each rank",
+            *self._of_kinds(),
         ]
 
 
@@ -230,13 +248,19 @@ def estimate(
         chosen = max(range(stages), key=lambda i: ranks[i].survival_bytes[setting])
     else:
         chosen = pipeline_rank
-    verdict = judge(
-        ranks[chosen].survival_bytes[setting],
+    survival = ranks[chosen].survival_bytes[setting]
+    verdict = _judged(settings, cluster, overhead, survival, min_probability)
+    return Estimate(settings, ranks, chosen, overhead, cluster, verdict, survival_ratios is None)
+
+
+def _judged(settings: Settings, cluster: Cluster, overhead: Overhead, survival: int, min_probability: float) -> Verdict:
+    errors = cluster.calibration(settings.stack).survival_errors(settings.sharding.strategy, settings.runtime.allocator)
+    return judge(
+        survival,
         overhead.total_bytes,
         overhead.sigma_bytes,
         cluster.usable_bytes,
         cluster.memory_limit_bytes,
         min_probability,
-        calibration.survival_errors(settings.sharding.strategy, setting),
+        errors,
     )
-    return Estimate(settings, ranks, chosen, overhead, cluster, verdict, survival_ratios is None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from estimator.cluster import Cluster
 from estimator.errors import FieldProblem, JobError
+from estimator.imbalance import with_load_imbalance
 from estimator.job import JobDocument, build_document, effective_document, read_settings, vocab_size
 from estimator.job.effective import EffectiveJob
 from estimator.job.settings import Settings, Stack
@@ -29,6 +30,8 @@ class ReadJob:
     laid_out: bool
     problems: tuple[Problem, ...]
     assumptions: tuple[str, ...]
+    moe_load_imbalance: float | None = None
+    """As asked for."""
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -51,15 +54,21 @@ def read_job(request: JobRequest, cluster: Cluster, stack: Stack) -> ReadJob:
     document = build_document(
         recipe=request.recipe, module=request.module, config=request.config, overrides=list(request.overrides)
     )
-    return read_values(document.values, document, cluster, stack)
+    return read_values(document.values, document, cluster, stack, request.moe_load_imbalance)
 
 
-def read_values(values: Mapping[str, Any], document: JobDocument, cluster: Cluster, stack: Stack) -> ReadJob:
+def read_values(
+    values: Mapping[str, Any],
+    document: JobDocument,
+    cluster: Cluster,
+    stack: Stack,
+    moe_load_imbalance: float | None = None,
+) -> ReadJob:
     """Read a document that may differ from the one asked about (a candidate of the search)."""
     effective = effective_document(values, cluster.num_gpus, cluster.gpu.family)
     problems = check_rules(values, effective.values, cluster.num_gpus, cluster.gpu.family, stack)
     blocked = any(p.severity == "error" and p.rule_id in LAYOUT_RULE_IDS for p in problems)
-    settings = read_settings(effective.values, cluster.num_gpus, stack)
+    settings = with_load_imbalance(read_settings(effective.values, cluster.num_gpus, stack), moe_load_imbalance)
     return ReadJob(
         document=document,
         effective=effective,
@@ -67,6 +76,7 @@ def read_values(values: Mapping[str, Any], document: JobDocument, cluster: Clust
         laid_out=not blocked,
         problems=problems,
         assumptions=(*document.notes, _vocabulary(effective.values)),
+        moe_load_imbalance=moe_load_imbalance,
     )
 
 

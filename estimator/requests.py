@@ -22,6 +22,8 @@ class JobRequest:
     """A ConfigContainer document, whole or partial (``run_config.yaml``)."""
     overrides: tuple[str, ...] = ()
     """Hydra-style strings or Python ``cfg.x.y = ...`` lines."""
+    moe_load_imbalance: float | None = None
+    """Tokens of the fullest expert-parallel rank over the mean; None = ``DEFAULT_LOAD_IMBALANCE``."""
 
 
 @dataclass(frozen=True, slots=True)

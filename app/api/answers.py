@@ -69,6 +69,10 @@ class EstimateAnswer(Answer):
     ranks: list[Rank]
     problems: list[RuleProblem]
     assumptions: list[str]
+    moe: dict[str, Any] | None = Field(
+        default=None,
+        description="Experts on several ranks: the load imbalance assumed, and where the job stops fitting",
+    )
     timeline: list[dict[str, Any]] | None = Field(default=None, description="Points in order, where asked for")
     estimator_version: str
     calibration_id: str | None

@@ -155,7 +155,8 @@ def _read(document: Mapping[str, Any], cluster: Cluster) -> ReadJob:
         return read_job(Job.model_validate(about).to_request(), cluster, stack)
     read = read_job(Job.model_validate(request["job"]).to_request(), cluster, stack)
     changes = [Change(c["path"], c["from"], c["to"], c["why"], c["family"]) for c in about.get("changes") or ()]
-    return read_values(apply_changes(read.document.values, changes), read.document, cluster, stack)
+    values = apply_changes(read.document.values, changes)
+    return read_values(values, read.document, cluster, stack, read.moe_load_imbalance)
 
 
 def _about(settings: Settings) -> Predicted:

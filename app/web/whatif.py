@@ -79,7 +79,7 @@ def _estimated(body: RecommendBody, job: ReadJob, now: Point, point: Point, clus
         changes = point_changes(point, now, values, job.effective.values, cluster, stack)
         if now.expandable_segments and not point.expandable_segments:
             return WhatIf((), True, refused="Switching expandable segments off is not something to recommend.")
-        changed = read_values(apply_changes(values, changes), job.document, cluster, stack)
+        changed = read_values(apply_changes(values, changes), job.document, cluster, stack, job.moe_load_imbalance)
         if not changed.laid_out:
             return WhatIf((), True, refused=" ".join(p.message for p in changed.errors[:3]))
         result = estimate(changed.settings, cluster, body.min_fit_probability, exact_ranks=1, both_settings=False)

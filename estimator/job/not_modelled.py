@@ -24,6 +24,7 @@ MODELLED_MODEL_CLASSES = frozenset(
 MODELLED_DATASET_CLASSES = frozenset({"GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig"})
 """Datasets whose batches are exactly [micro_batch_size, seq_length] and whose mask is the causal one."""
 
+PACKED_DATASET_CLASS = "GPTSFTDatasetConfig"
 MODELLED_LAYER_SPECS = frozenset({"default_layer_spec", "transformer_engine_layer_spec", None})
 MODELLED_BLOCK_SPECS = frozenset(
     {"get_gpt_decoder_block_spec", "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"}
@@ -84,6 +85,30 @@ def _odd_window(value: Any, _: Values) -> bool:
 
 def _vocabulary_unknown(value: Any, values: Values) -> bool:
     return not value and not (values.get("tokenizer") or {}).get("vocab_size")
+
+
+def _unknown_batches(value: Any, values: Values) -> bool:
+    name = str(value).rpartition(".")[2]
+    return name not in MODELLED_DATASET_CLASSES and not (name == PACKED_DATASET_CLASS and _packed_to_the_full(values))
+
+
+def _packed_to_the_full(values: Values) -> bool:
+    """Sequences packed offline and padded to the model's length: batches of [1, seq_length] whose attention keeps to
+    single sequences (megatron-bridge 0.6.2 data/datasets/gpt_sft.py GPTSFTPackedDataset.collate_fn). Attention and
+    fused rotary embedding then have the tensors that they have for one sequence of that length; keys and values of
+    latents would be padded, and context parallelism would cut each sequence."""
+    dataset, model, train = values["dataset"], values["model"], values["train"]
+    specs, options = dataset.get("offline_packing_specs") or {}, dataset.get("dataset_kwargs") or {}
+    length = model.get("seq_length")
+    return bool(
+        dataset.get("enable_offline_packing")
+        and options.get("pad_to_max_length")
+        and specs.get("packed_sequence_size") == dataset.get("seq_length") == length
+        and train.get("micro_batch_size") == 1
+        and (model.get("context_parallel_size") or 1) == 1
+        and not model.get("multi_latent_attention")
+        and (model.get("apply_rope_fusion") or model.get("position_embedding_type") != "rope")
+    )
 
 
 def _with_fp8(predicate: Callable[[Any, Values], bool]) -> Callable[[Any, Values], bool]:
@@ -261,7 +286,7 @@ NOT_MODELLED: tuple[Row, ...] = (
     ("optimizer.use_layer_wise_distributed_optimizer", _is_set, "the layer-wise distributed optimizer"),
     ("optimizer.overlap_param_gather_with_optimizer_step", _is_set, "parameter gather during the optimizer step"),
     ("peft", _given, "PEFT"),
-    ("dataset._target_", lambda v, _: v.rpartition(".")[2] not in MODELLED_DATASET_CLASSES, "batches of this dataset"),
+    ("dataset._target_", _unknown_batches, "batches of this dataset"),
     ("train.rampup_batch_size", _given, "a batch size that ramps up"),
 )
 

@@ -23,6 +23,8 @@ LINK_SHARE = 0.7
 OVERLAP_SHARE = 0.8
 """Of compute under which data-parallel communication hides."""
 CONTEXT_OVERLAP_SHARE = 0.7
+ELEMENTWISE_SHARE = 0.01
+"""Of a forward pass's products that norms, or the experts' activation, take."""
 LAUNCH_SECONDS_PER_LAYER = 0.35e-3
 """Host time to launch one layer's forward and backward."""
 FSDP_HOOK_SHARE = 0.02
@@ -52,7 +54,10 @@ def recomputed_share(recompute: Recompute, settings: Settings) -> tuple[float, f
         return 1.0, 1.0
     if recompute.granularity != "selective":
         return 0.0, 0.0
-    return _recomputed_products(recompute.modules, model), 1.0 if "core_attn" in recompute.modules else 0.0
+    elementwise = ELEMENTWISE_SHARE * len({"moe_act", "layernorm"} & set(recompute.modules))
+    return _recomputed_products(
+        recompute.modules, model
+    ) + elementwise, 1.0 if "core_attn" in recompute.modules else 0.0
 
 
 _RECOMPUTED = {

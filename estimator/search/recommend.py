@@ -248,7 +248,7 @@ def _evaluate(
     changes = point_changes(point, now, job.document.values, job.effective.values, cluster, stack)
     values = apply_changes(job.document.values, changes)
     try:
-        changed = read_values(values, job.document, cluster, stack)
+        changed = read_values(values, job.document, cluster, stack, job.moe_load_imbalance)
     except NotModelled:
         return None
     if changed.errors or not changed.laid_out:

@@ -127,10 +127,26 @@ def _more_recompute(settings: Settings) -> list[Recompute]:
     p = settings.parallel
     layers = settings.model.num_layers // (p.pipeline_model_parallel_size * p.num_model_chunks)
     blocks = sorted({max(1, layers * k // 8) for k in range(1, 8)} - {layers})
-    options = [Recompute("selective", modules=("mlp",))]
+    options = [Recompute("selective", modules=modules) for modules in _more_modules(settings)]
     options += [Recompute("full", "block", n) for n in blocks]
     options.append(Recompute("full", "uniform", 1))
     return options
+
+
+def _more_modules(settings: Settings) -> list[tuple[str, ...]]:
+    """Modules to recompute, cheapest first; those of the job stay where there are experts or latents."""
+    model = settings.model
+    if not (model.moe or model.mla):
+        return [("mlp",)]
+    now = settings.recompute.recompute_modules
+    latents = ("mla_up_proj",) if model.mla else ()
+    steps: list[tuple[str, ...]] = [latents] if latents else []
+    if model.moe:
+        steps += [(*latents, "layernorm", "moe_act"), (*latents, "moe")]
+    if not model.moe or 0 in model.moe.pattern:
+        steps.append((*latents, "mlp", "moe") if model.moe else (*latents, "mlp"))
+    found = (tuple(sorted({*now, *step} - ({"moe_act"} if "moe" in step else set()))) for step in steps)
+    return [modules for modules in dict.fromkeys(found) if set(modules) != set(now)]
 
 
 def _layouts(settings: Settings, gpus_per_node: int) -> Iterator[tuple[int, int, int]]:
@@ -144,13 +160,27 @@ def _layouts(settings: Settings, gpus_per_node: int) -> Iterator[tuple[int, int,
             continue
         if m.ffn_hidden_size % t or m.vocab_size % t or m.num_layers % p or m.seq_length % (2 * c if c > 1 else 1):
             continue
-        if m.seq_length // c % t:
+        if m.seq_length // c % t or not _experts_can_stay(settings, t, p):
             continue
         yield t, p, c
 
 
+def _experts_can_stay(settings: Settings, t: int, p: int) -> bool:
+    """Expert parallelism is left as it is: its ranks must divide the GPUs. Unset, expert tensor parallelism follows
+    TP where there is no expert parallelism, so that TP cannot change alone."""
+    parallel, moe = settings.parallel, settings.model.moe
+    if moe is None:
+        return True
+    if parallel.expert_model_parallel_size == 1 and t != parallel.tensor_model_parallel_size:
+        return False
+    ranks = p * parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    return parallel.world_size % ranks == 0 and (moe.shared_size % t == 0)
+
+
 def _possible(settings: Settings, strategy: str, batch: int, t: int, p: int, c: int) -> bool:
-    if strategy in FSDP and p > 1:
+    if strategy in FSDP and (p > 1 or settings.model.mtp_num_layers):
+        return False
+    if settings.model.mla and c > 1:
         return False
     world = settings.parallel.world_size
     if world % (t * p * c):
@@ -192,7 +222,13 @@ def variant(settings: Settings, point: Point) -> Settings:
             )
         else:
             parallel = ParallelSettings(
-                parallel.world_size, point.tensor, point.pipeline, point.context, sequence_parallel=point.tensor > 1
+                parallel.world_size,
+                point.tensor,
+                point.pipeline,
+                point.context,
+                parallel.expert_model_parallel_size,
+                parallel.expert_tensor_parallel_size,
+                sequence_parallel=point.tensor > 1,
             )
     return replace(
         settings,

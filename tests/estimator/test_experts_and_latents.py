@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from estimator.answers import estimate_answer
+from estimator.errors import JobError
+from estimator.imbalance import stops_fitting_at, with_load_imbalance
 from estimator.job.settings import MlaSettings, ModelSettings, MoeSettings, RecomputeSettings, Settings
 from estimator.model.dispatch_buffers import dispatch_buffer_bytes, hybrid_ep_bytes
 from estimator.model.dispatchers import distinct_rows
 from estimator.model.parameters import stage_parameters
-from estimator.step import step_timeline
+from estimator.requests import ClusterRequest, EstimateRequest, JobRequest
+from estimator.search.bound import lower_bound
+from estimator.step import steady_peak, step_timeline
 from estimator.timeline import EMPTY_CACHE_OP
 from tests.estimator.kinds import LATENTS, job_of, model_of, moe_of
 
@@ -220,6 +226,17 @@ def test_buffers_beside_torch() -> None:
     assert dispatch_buffer_bytes(job_of(model_of(None, moe=moe_of()), **parallel)) == 0
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "distopt", "optim_grads_params"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bounds_are_below_the_peak(layout: str, strategy: str) -> None:
+    for modules, mla in itertools.product(MODULES, (None, LATENTS)):
+        model = model_of(mla, moe=moe_of(), mtp_num_layers=1 if strategy == "distopt" else 0)
+        settings = job_of(model, strategy, modules=modules, **LAYOUTS[layout])
+        peak = max(phase[1] for phase in _allocated(settings).values())
+        steady = steady_peak(settings, 0)
+        assert lower_bound(settings) <= steady <= peak
+
+
 def test_more_recompute_saves_less() -> None:
     model = model_of(LATENTS, moe=moe_of(pattern=(1,) * 4))
     parallel = {"expert_model_parallel_size": 8}
@@ -262,3 +279,28 @@ def test_experts_are_sharded_over_expert_data_parallel_ranks() -> None:
     dense = sum(p.num_elements for p in parameters) - routed
     expected = dense * (6 + 12 / 16) + routed * (6 + 12 / 2)
     assert step_timeline(settings, 0).resident_state_bytes == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_answer_says_at_which_imbalance_the_job_stops_fitting() -> None:
+    def answer(gpus: int, imbalance: float | None = None) -> dict[str, Any]:
+        job = JobRequest("deepseek_v2_lite_pretrain_8gpu_h100_bf16_config", moe_load_imbalance=imbalance)
+        return estimate_answer(EstimateRequest(job, ClusterRequest("h100-80gb", gpus), survival=False))
+
+    balanced, uneven = answer(8, 1.0), answer(8, 2.0)
+    assert uneven["peak_allocated_bytes"] > balanced["peak_allocated_bytes"]
+    assert balanced["moe"]["load_imbalance"] == 1.0
+    assert balanced["moe"]["stops_fitting_at"] == uneven["moe"]["stops_fitting_at"]
+    assert any("moe_load_imbalance" in note for note in uneven["assumptions"])
+    with pytest.raises(JobError):
+        answer(8, 0.5)
+
+
+def test_where_the_imbalance_stops_fitting_is_found() -> None:
+    settings = job_of(model_of(None, moe=moe_of()), expert_model_parallel_size=8)
+    assert stops_fitting_at(settings, lambda trial: trial.moe_load_imbalance < 3.3) == pytest.approx(3.3, abs=0.06)
+    assert stops_fitting_at(settings, lambda trial: True) is None
+    assert stops_fitting_at(settings, lambda trial: False) == 1.0
+    assert with_load_imbalance(settings, None).moe_load_imbalance > 1
+    assert with_load_imbalance(settings, 100).moe_load_imbalance == 8
+    dense = job_of(model_of(None))
+    assert with_load_imbalance(dense, 3.0) == dense

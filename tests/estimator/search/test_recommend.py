@@ -47,6 +47,8 @@ def _job(
             ),
             48,
         ),
+        ("deepseek_v2_lite_pretrain_8gpu_h100_bf16_config", 8, (), 38),
+        ("qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config", 8, (), 76),
     ],
 )
 def test_the_winner_is_that_of_exhaustive_evaluation(
@@ -72,9 +74,17 @@ def test_the_winner_is_that_of_exhaustive_evaluation(
     assert not found.fitting
 
 
-def test_a_candidates_settings_are_those_it_was_costed_for() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("llama3_8b_pretrain_config", ("model.context_parallel_size=1",)),
+        ("deepseek_v2_lite_pretrain_8gpu_h100_bf16_config", ()),
+        ("qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config", ("model.expert_model_parallel_size=4",)),
+    ],
+)
+def test_a_candidates_settings_are_those_it_was_costed_for(recipe: str, overrides: tuple[str, ...]) -> None:
     """``variant`` (for cost and bounds) and what the override really gives agree on what memory depends on."""
-    job, cluster = _job("llama3_8b_pretrain_config", 8, "model.context_parallel_size=1")
+    job, cluster = _job(recipe, 8, *overrides)
     now = current_point(job.settings)
     for point in list(points(job.settings, cluster.gpus_per_node, FAMILIES | {"layout"}))[::7]:
         changes = point_changes(point, now, job.document.values, job.effective.values, cluster, Stack())
