@@ -95,7 +95,8 @@ def _unknown_batches(value: Any, values: Values) -> bool:
 def _packed_to_the_full(values: Values) -> bool:
     """Sequences packed offline and padded to the model's length: batches of [1, seq_length] whose attention keeps to
     single sequences (megatron-bridge 0.6.2 data/datasets/gpt_sft.py GPTSFTPackedDataset.collate_fn). Attention and
-    fused rotary embedding then have the tensors that they have for one sequence of that length; keys and values of
+    fused rotary embedding then have the tensors that they have for one sequence of that length, to which the unfused
+    one, which goes sequence by sequence, comes near (megatron-core 0.19.2 rope_utils.py:189-262). Keys and values of
     latents would be padded, and context parallelism would cut each sequence."""
     dataset, model, train = values["dataset"], values["model"], values["train"]
     specs, options = dataset.get("offline_packing_specs") or {}, dataset.get("dataset_kwargs") or {}
@@ -107,7 +108,6 @@ def _packed_to_the_full(values: Values) -> bool:
         and train.get("micro_batch_size") == 1
         and (model.get("context_parallel_size") or 1) == 1
         and not model.get("multi_latent_attention")
-        and (model.get("apply_rope_fusion") or model.get("position_embedding_type") != "rope")
     )
 
 

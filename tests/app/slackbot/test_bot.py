@@ -271,7 +271,7 @@ def test_a_mention_without_enough_asks_for_the_rest(service: str) -> None:
         ("llama3_8b_pretrain_confg 2xh100-80gb", "one of llama3_8b_pretrain_config"),
         ("llama3_8b_pretrain_config 2xh99", "No GPU is called".lower()),
         ("llama3_8b_pretrain_config 2xh100-80gb model.hidden_sise=1", "hidden_size"),
-        ("deepseek_v3_pretrain_config 1024xh100-80gb", "mixture of experts"),
+        ("nemotron_nano_9b_v2_pretrain_config 16xh100-80gb", "hybrid (Mamba) layers"),
     ],
 )
 def test_what_the_service_refuses_is_said_in_words(service: str, text: str, words: str) -> None:

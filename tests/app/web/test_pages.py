@@ -109,9 +109,9 @@ def test_an_error_stands_beside_its_field_and_nothing_is_lost(
 
 
 def test_a_kind_that_is_not_modelled_is_said(web: TestClient) -> None:
-    page = ask(web, recipe="deepseek_v3_pretrain_config", num_gpus="1024")
+    page = ask(web, recipe="nemotron_nano_9b_v2_pretrain_config", num_gpus="16")
     assert page.status_code == 422
-    assert "Not modelled yet: mixture of experts" in page.text
+    assert "ot modelled yet: hybrid (Mamba) layers" in page.text
 
 
 def test_evidence_fills_the_form(web: TestClient) -> None:
