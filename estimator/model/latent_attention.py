@@ -5,7 +5,8 @@ projections, rotary embedding, three contiguous tensors), :300-470 (core attenti
 transformer/mla_qk_norm_config.py (with ``qk_layernorm`` the latents' norms are part of the up projections, or of the
 query projection where there is no query latent), fusions/fused_mla_yarn_rope_apply.py:205-300 and 581-730 (fused:
 queries in place, new keys and values; only tables are saved), tensor_parallel/random.py:678-880 (recompute of
-``mla_up_proj``). Not measured.
+``mla_up_proj``). Not measured
+alone; whole steps are held against real runs (tests/estimator/test_real_expert_runs.py).
 
 Letters: a heads of this rank, d the query head's width (both parts), v the value head's, r rotary part, s/c b tokens.
 """

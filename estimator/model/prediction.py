@@ -3,7 +3,8 @@
 Read in megatron-core 0.19.2: transformer/multi_token_prediction.py:1030-1330 (a depth embeds the shifted tokens, norms
 them and the hidden states before, joins both, projects, runs a layer like the decoder's last and a norm), :1700-1790
 (all hidden states joined along the sequence), :760-900 (their losses come before the main one, so that all logits live
-at once; the main loss's backward begins), models/gpt/gpt_model.py:160-250. Not measured. Each depth's parameters have
+at once; the main loss's backward begins), models/gpt/gpt_model.py:160-250. Not measured
+alone; whole steps are held against real runs (tests/estimator/test_real_expert_runs.py). Each depth's parameters have
 names that begin with ``mtp{i}/``.
 """
 
