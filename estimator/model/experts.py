@@ -2,8 +2,8 @@
 
 Read in megatron-core 0.19.2, transformer/moe: moe_layer.py:586-665 (what the frame of ``custom_forward`` holds until it
 returns: the permuted and the received tokens), router.py:700-860 and moe_utils.py:1294-1395 (router),
-experts.py:118-880 (TEGroupedMLP); transformer_engine 2.12.0 pytorch/module/grouped_linear.py:60-530, router.py. Not measured
-alone; whole steps are held against real runs (tests/estimator/test_real_expert_runs.py).
+experts.py:118-880 (TEGroupedMLP); transformer_engine 2.12.0 pytorch/module/grouped_linear.py:60-530, router.py. Not
+measured alone; whole steps are held against real runs (tests/estimator/test_real_expert_runs.py).
 
 Letters: T rows of the hidden states on this rank, E experts, k experts a token, e experts of this rank, R rows that the
 experts of this rank receive (k T times EP / EP, times ETP, times the load imbalance), f FFN of an expert / ETP.

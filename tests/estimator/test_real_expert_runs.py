@@ -1,7 +1,7 @@
 """Latent attention, experts over 16 and 8 ranks, HybridEP and multi-token prediction together, held against real runs.
 
-A proxy of DeepSeek-V3 with 14 layers in Megatron-LM's continuous tests: 64 H100 and 32 GB200, torch's allocated bytes on
-the last rank after the optimizer step and at the peak since the start (April and June 2026; how many GPUs they had
+A proxy of DeepSeek-V3 with 14 layers in Megatron-LM's continuous tests: 64 H100 and 32 GB200, torch's allocated bytes
+on the last rank after the optimizer step and at the peak since the start (April and June 2026; how many GPUs they had
 follows from the states alone). Nothing was tuned to them. Routing is not forced to balance, so that the peak holds an
 unknown imbalance: the default must come near it, and balanced routing stay below.
 """
