@@ -1,1 +1,2 @@
-"""What the modules of a GPT model allocate: dense layers with grouped-query attention on Transformer Engine."""
+"""What the modules of a GPT model allocate: attention (grouped queries, latent), dense MLP, experts, prediction layers,
+embedding and loss, on Transformer Engine."""

@@ -231,4 +231,13 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "Choose an expert_model_parallel_size that divides the experts and the GPUs.",
         "C/transformer/transformer_config.py:2350; C/parallel_state.py:883",
     ),
+    Rule(
+        "L11",
+        "error",
+        ("model.sequence_parallel", "model.tensor_model_parallel_size", "model.num_moe_experts"),
+        lambda f: f.tp > 1 and f.model.get("num_moe_experts") and not f.model.get("sequence_parallel"),
+        "A mixture of experts trains under tensor parallelism only with sequence parallelism.",
+        "Set model.sequence_parallel = True.",
+        "C/transformer/moe/moe_layer.py:611-616",
+    ),
 )

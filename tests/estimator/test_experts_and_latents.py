@@ -304,3 +304,11 @@ def test_where_the_imbalance_stops_fitting_is_found() -> None:
     assert with_load_imbalance(settings, 100).moe_load_imbalance == 8
     dense = job_of(model_of(None))
     assert with_load_imbalance(dense, 3.0) == dense
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
+    overrides = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=false")
+    job = JobRequest("deepseek_v2_lite_pretrain_8gpu_h100_bf16_config", overrides=overrides)
+    answer = estimate_answer(EstimateRequest(job, ClusterRequest("h100-80gb", 8), survival=False))
+    assert "L11" in [problem["rule_id"] for problem in answer["problems"]]
+    assert answer["peak_allocated_bytes"] is None
