@@ -131,6 +131,8 @@ def recommend_answer(request: RecommendRequest) -> dict[str, Any]:
     answer["diagnosis"]["causes"] = _causes(current, job)
     answer["search"] = _search_facts(found)
     answer["alternatives"] = _alternatives(found, job)
+    if not found.exhausted:
+        answer["assumptions"].append("the search ended before every candidate was looked at: a cheaper one may exist")
     if seen is not None and seen.outcome == "gpu_memory":
         answer["diagnosis"] = _seen(seen, answer["diagnosis"]["summary"])
     return answer

@@ -28,6 +28,8 @@ from estimator.search.space import FSDP, Point, current_point, points, variant
 
 MAX_ESTIMATES = 60
 """Candidates estimated at most; the answer says so if the search ends there."""
+MAX_WORK = 1_000_000
+"""What the screen may count, about four seconds: large mixtures of experts have thousands of weights a stage."""
 TIE = 0.01
 
 
@@ -119,8 +121,11 @@ def search(
         if kind in kinds or (len(fitting) >= wanted and not _missing_fsdp(fitting, point)):
             continue
         if not screen.passes(point):
-            continue
-        if estimated >= MAX_ESTIMATES:
+            exhausted &= screen.work <= MAX_WORK
+            if exhausted:
+                continue
+            break
+        if estimated >= MAX_ESTIMATES or screen.work > MAX_WORK:
             exhausted = False
             break
         # The allocator is simulated once a strategy: with expandable segments the ratio moves by less than the

@@ -16,7 +16,7 @@ from estimator.job.settings import Settings
 from estimator.overhead import overhead_of
 from estimator.search.bound import lower_bound, stage_bound
 from estimator.search.space import Point, Recompute, variant
-from estimator.step import steady_peak
+from estimator.step import counted_peak
 from estimator.verdict import judge
 
 
@@ -31,6 +31,8 @@ class Screen:
         self.needs: dict[Point, tuple[int, bool]] = {}
         """Least bytes that a candidate needs, and whether that passed, of those whose steady iteration was counted."""
         self.calibration = cluster.calibration(settings.stack)
+        self.work = 0
+        """What has been counted so far, in the units of the counter."""
         self._known: dict[Point, bool] = {}
         self._ladders: dict[Point, list[Point]] = {}
         for point in candidates:
@@ -67,7 +69,9 @@ class Screen:
         if bound + overhead.total_bytes > self.cluster.usable_bytes or (limit is not None and bound > limit):
             self._note(bound + overhead.total_bytes)
             return False
-        peak = self._corrected(steady_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family))
+        counted, work = counted_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family)
+        peak = self._corrected(counted)
+        self.work += work
         self._note(peak + overhead.total_bytes)
         passed = judge(
             peak,  # the survival memory is never below it

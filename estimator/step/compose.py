@@ -57,9 +57,16 @@ def step_timeline(settings: Settings, pipeline_rank: int, gpu_family: str = "hop
 
 
 def steady_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hopper") -> int:
+    """The bytes of :func:`counted_peak`."""
+    return counted_peak(settings, pipeline_rank, gpu_family)[0]
+
+
+def counted_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hopper") -> tuple[int, int]:
     """Peak of the steady iteration alone, in bytes: what a search needs of a candidate, in a third of the time.
 
     Without a pipeline of its first microbatch only. Never above the peak of the whole timeline.
+
+    Returns (bytes, work): ``work`` says how much there was to count (:class:`estimator.step.counting.Counter`).
     """
     if settings.parallel.pipeline_model_parallel_size == 1:
         micro = settings.batch.micro_batch_size
@@ -69,7 +76,7 @@ def steady_peak(settings: Settings, pipeline_rank: int, gpu_family: str = "hoppe
     composer.build()
     composer.leave_first_iteration()
     composer.iteration("steady", first=False)
-    return composer.counter.peak
+    return composer.counter.peak, composer.counter.work
 
 
 class _Composer:
@@ -344,6 +351,7 @@ class _CountingComposer(_Composer):
             run(program.whole_backward, scope)
             return
         layer = unit if isinstance(unit, int) else None
+        self.counter.work += len(program.backward)
         for step in program.backward:
             if isinstance(step, Block):
                 run(step, scope)
