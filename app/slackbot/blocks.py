@@ -25,6 +25,11 @@ HEADLINES = {
     "needs_input": "Something is missing",
 }
 
+KEY_WORDS = (
+    "An administrator can make one (`oombudsman keys create slack --scope recommend`) and start the bot with it as "
+    "OOMBUDSMAN_SLACK_API_KEY."
+)
+
 
 def clip(text: str, most: int = MAX_TEXT) -> str:
     """Not longer than Slack takes, and not empty, which it does not take either."""
@@ -176,6 +181,9 @@ def _buttons(answer: Mapping[str, Any], count: int, shown: int, pages_url: str) 
 
 def refused_message(refused: ServiceRefused, asked: Asked) -> tuple[str, list[Block]]:
     """What the service refused, field by field, with what would be right; and a way back into the form."""
+    if refused.status in (401, 403):
+        text = "The service refuses the bot's API key. " + KEY_WORDS
+        return text, [section(text), _again(asked)]
     lines = []
     for path, message, suggestion in refused.errors[:8]:
         more = f" ({escape(suggestion)})" if suggestion else ""

@@ -48,10 +48,16 @@ OOM = (
 LOG = "python run.py --recipe llama3_8b_pretrain_config\nNVIDIA H100 80GB HBM3\n" + OOM
 
 
+PROGRAM = str(Path(sys.executable).parent / "oombudsman")
+KEYS: dict[str, str] = {}
+"""The key of each service that was started, by its address."""
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The real service; its address."""
-    process, address = started(tmp_path_factory.mktemp("served"), free_port())
+    """The real service, which requires keys; its address."""
+    address, environment = prepared(tmp_path_factory.mktemp("served"), free_port())
+    process = started(address, environment)
     yield address
     process.terminate()
     process.wait(timeout=30)
@@ -63,18 +69,24 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def started(folder: Path, port: int) -> tuple[subprocess.Popen[bytes], str]:
+def prepared(folder: Path, port: int) -> tuple[str, dict[str, str]]:
+    """A data directory with a key; (address, environment) for a service on it."""
     environment = {**os.environ, "OOMBUDSMAN_DATA_DIR": str(folder), "OOMBUDSMAN_LOG_LEVEL": "error"}
-    program = [str(Path(sys.executable).parent / "oombudsman"), "serve", "--port", str(port)]
-    process = subprocess.Popen(program, env=environment)
+    create = [PROGRAM, "keys", "create", "slack", "--scope", "recommend"]
     address = f"http://127.0.0.1:{port}"
+    KEYS[address] = subprocess.run(create, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+    return address, environment
+
+
+def started(address: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([PROGRAM, "serve", "--port", address.rpartition(":")[2]], env=environment)
     for _ in range(200):
         try:
             urllib.request.urlopen(address + "/livez", timeout=1).close()
             break
         except OSError:
             time.sleep(0.1)
-    return process, address
+    return process
 
 
 @asynccontextmanager
@@ -84,7 +96,7 @@ async def running(service: str, **more: Any) -> AsyncIterator[tuple[SlackStandIn
     await slack.start()
     values: dict[str, Any] = {
         "bot_token": TOKEN, "app_token": APP_TOKEN, "service_url": service, "slack_api_url": slack.url,
-        "public_url": "https://oom.example/", "api_key": "oom_very_secret",
+        "public_url": "https://oom.example/", "api_key": KEYS.get(service, "oom_very_secret"),
     }  # fmt: skip
     settings = BotSettings(**(values | more))
     stop = asyncio.Event()
@@ -284,6 +296,19 @@ def test_what_the_service_refuses_is_said_in_words(service: str, text: str, word
     run(flow, service)
 
 
+def test_a_refused_key_is_the_administrators_business(service: str) -> None:
+    async def flow(slack: SlackStandIn, _: BotSettings) -> None:
+        await slack.send("slash_commands", command(MAIN))
+        shown = text_in((await slack.update()).arguments["blocks"])
+        assert "OOMBUDSMAN_SLACK_API_KEY" in shown
+        assert "header.authorization" not in shown
+        await slack.send("events_api", mention(OOM))
+        (posted,) = await slack.wait_for(lambda: slack.of("chat.postMessage")[1:])
+        assert "administrator" in text_in(posted.arguments["blocks"])
+
+    run(flow, service, api_key="oom_abcdefgh_" + "x" * 43)
+
+
 def test_a_long_override_becomes_a_file(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.slackbot import blocks
 
@@ -353,13 +378,13 @@ def test_a_slow_service_does_not_delay_the_acknowledgement() -> None:
 
 
 def test_the_service_down_and_back(tmp_path: Path) -> None:
-    port = free_port()
+    address, environment = prepared(tmp_path, free_port())
 
     async def flow(slack: SlackStandIn, _: BotSettings) -> None:
         await slack.send("slash_commands", command(MAIN, "t1"))
         down = await slack.update()
         assert "does not answer right now" in text_in(down.arguments["blocks"])
-        process, _address = await asyncio.to_thread(started, tmp_path, port)
+        process = await asyncio.to_thread(started, address, environment)
         try:
             await slack.send("interactive", pressed(down, "open_form"))
             (opened,) = await slack.wait_for(lambda: slack.of("views.open"))
@@ -377,7 +402,7 @@ def test_the_service_down_and_back(tmp_path: Path) -> None:
             process.terminate()
             process.wait(timeout=30)
 
-    run(flow, f"http://127.0.0.1:{port}")
+    run(flow, address)
 
 
 def test_http_mode_verifies_what_it_is_sent(service: str) -> None:
@@ -415,6 +440,6 @@ def test_nothing_secret_and_nothing_pasted_is_logged(service: str, caplog: pytes
         await slack.update()
 
     run(flow, service)
-    for secret in (TOKEN, APP_TOKEN, "oom_very_secret", SECRET, "my-secret-project"):
+    for secret in (TOKEN, APP_TOKEN, KEYS[service], SECRET, "my-secret-project"):
         assert secret not in caplog.text
     assert SECRET not in repr(BotSettings(bot_token=TOKEN, app_token=APP_TOKEN, signing_secret=SECRET))
