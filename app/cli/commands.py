@@ -400,6 +400,15 @@ def runs_list(
         print_runs(found)
 
 
+@application.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def profile(arguments: typer.Context) -> None:
+    """Measure real training steps on the GPU at hand (extra "profile"); see oombudsman profile --help."""
+    from estimator.profiling.cli import main as profiler
+
+    gc.enable()
+    raise typer.Exit(profiler(arguments.args))
+
+
 application.command()(calibrate)
 application.add_typer(calibration_commands, name="calibrations")
 

@@ -227,6 +227,14 @@ def _set_revision(settings: Settings, revision: str) -> None:
     engine.dispose()
 
 
+def test_the_profiler_has_its_own_arguments(tmp_path: Path) -> None:
+    """It runs where typer and SQL are not installed, too, so that its command line is its own."""
+    shown = program("profile", "--help", folder=tmp_path)
+    assert (shown.returncode, "--simulate-world" in shown.stdout) == (0, True)
+    refused = program("profile", "--sweep", str(tmp_path / "none.jsonl"), "--output", "x", folder=tmp_path)
+    assert (refused.returncode, "No such file" in refused.stderr) == (2, True)
+
+
 def test_database_upgrade(tmp_path: Path) -> None:
     first = program("db", "upgrade", folder=tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
