@@ -11,12 +11,13 @@ Letters as in :mod:`estimator.model.experts`; N tokens that this rank receives, 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import comb
 
 from estimator.components import ACTIVATION_GRADIENTS, EXPERTS, ROUTER
 from estimator.job.settings import DTYPE_BYTES, ModelSettings, MoeSettings
 from estimator.model.shapes import Shapes
-from estimator.timeline import Scribe
+from estimator.timeline import Block, Scribe
 
 INDEX = 8
 FP32 = 4
@@ -59,6 +60,13 @@ class Dispatcher:
     def backward_dispatch(self, s: Scribe) -> None:
         """From ``rows_grad`` and ``probs_rows_grad`` to ``tokens_grad`` [T, h] and ``probs_grad`` [T, E]."""
         raise NotImplementedError
+
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Tensors that the dispatcher object refers to until the layer's next forward, beyond the step."""
+        return self.table * self.router_bytes, self.table
+
+    def _map_bytes(self, tokens: int, experts: int, rows: int) -> tuple[int, ...]:
+        return (tokens * (2 * experts + 1) * 4,) if self.moe.permute_fusion else (rows * INDEX,)
 
     def drop(self, s: Scribe) -> None:
         """Frees the maps that backward has read, or that nothing needs."""
@@ -105,6 +113,10 @@ class AllToAll(Dispatcher):
         self.rows = self.tokens * self.moe.topk
         self.arrived = self.received // x.expert_tensor_parallel
         self.sorts = self.local > 1
+
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Probabilities, map and permutation (token_dispatcher.py:560-600)."""
+        return (*super().kept_bytes(), *self._map_bytes(self.tokens, self.moe.num_experts, self.rows))
 
     def forward(self, s: Scribe) -> None:
         x = self.x
@@ -166,6 +178,10 @@ class AllToAll(Dispatcher):
 class HybridEp(Dispatcher):
     """Permutation and exchange in one step, through buffers of its own: the experts' input is its only output."""
 
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Probabilities, map and what was dispatched of the former (token_dispatcher.py:1000-1130)."""
+        return self.table * FP32, self.table, self.received * FP32
+
     def forward(self, s: Scribe) -> None:
         total = self.tokens * self.ranks
         if self.router_bytes != FP32:
@@ -201,6 +217,12 @@ class DeepEp(Dispatcher):
         self.arrived = distinct_rows(self.moe, self.local, self.tokens * self.ranks)
         balanced = self.tokens * self.moe.topk * x.expert_tensor_parallel
         self.arrived = min(self.tokens * self.ranks, self.arrived * self.received // balanced)
+
+    def kept_bytes(self) -> tuple[int, ...]:
+        """Choices of the tokens, map and permutation of those received (token_dispatcher.py:1250-1460)."""
+        choices = self.tokens * self.moe.topk
+        maps = self._map_bytes(self.arrived, self.local, self.received)
+        return choices * INDEX, choices * FP32, self.arrived * self.local, *maps
 
     def forward(self, s: Scribe) -> None:
         k, n = self.moe.topk, self.arrived
@@ -247,6 +269,18 @@ def distinct_rows(moe: MoeSettings, local_experts: int, tokens: int) -> int:
         experts = experts // moe.num_groups * moe.group_topk
     missed = comb(experts - local_experts, moe.topk) / comb(experts, moe.topk)
     return int(tokens * share * (1 - missed))
+
+
+@lru_cache(maxsize=256)
+def kept_blocks(model: ModelSettings, x: Shapes) -> tuple[Block, Block]:
+    """What one layer's dispatcher keeps when the last microbatch has ended, and its end at the next forward."""
+    assert model.moe is not None
+    s = Scribe()
+    for i, num_bytes in enumerate(DISPATCHERS[model.moe.dispatcher](model, x).kept_bytes()):
+        s.alloc(f"kept{i}", num_bytes, ROUTER)
+    made = s.cut("routing.kept")
+    s.free(*list(s.live))
+    return made, s.cut("routing.end")
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"alltoall": AllToAll, "deepep": DeepEp, "hybridep": HybridEp}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from estimator.job.settings import BatchSettings, Settings
 from estimator.layout import ChunkShare, StageShare, stage_shares
+from estimator.model.dispatchers import kept_blocks
 from estimator.model.embedding import embedding_program
 from estimator.model.head import head_program
 from estimator.model.layer import discarded_forward, layer_program
@@ -104,6 +105,8 @@ class _Composer:
         if model.fp8 and not model.fp8.primary_weights:
             self.first_use.expect_fp8_copies(self.parameters, self.fp8_layers)
         self.left: dict[int, tuple[object, ...]] = {}
+        self.kept: set[Unit] = set()
+        """Layers whose dispatcher still refers to the routing of the last microbatch."""
         self._move = transfer_blocks(self.x)
 
     def _chunk(self, share: ChunkShare) -> ModelChunk:
@@ -179,6 +182,8 @@ class _Composer:
                 left[action.chunk] = scope
             elif action.kind == BACKWARD:
                 self.backward(chunk, scope, action.is_last)
+                if self.settings.model.moe and action.microbatch == settings.num_microbatches - 1:
+                    self._keep_routing(chunk)
             else:
                 self._transfer(action, chunk, scope)
         self.first_use = None
@@ -201,11 +206,34 @@ class _Composer:
         elif action.chunk in self.left:
             run(move[f"drop_{buffer}.end"], self.left[action.chunk])
 
+    def _routers(self, chunk: ModelChunk) -> list[Unit]:
+        """Layers of a chunk that route, those of multi-token prediction last."""
+        model = self.settings.model
+        routers: list[Unit] = [layer for layer in chunk.share.local_layers if layer in self.expert_layers]
+        if chunk.share.post_process and model.has_experts(model.num_layers - 1):
+            routers += [f"mtp{i}" for i in range(model.mtp_num_layers)]
+        return routers
+
+    def _keep_routing(self, chunk: ModelChunk) -> None:
+        for unit in self._routers(chunk):
+            self.kept.add(unit)
+            self.timeline.run(kept_blocks(self.settings.model, self.x)[0], ("kept", unit))
+
+    def _drop_routing(self, chunk: ModelChunk) -> None:
+        """The first microbatch routes anew."""
+        for unit in self._routers(chunk):
+            if unit in self.kept:
+                self.kept.discard(unit)
+                self.timeline.run(kept_blocks(self.settings.model, self.x)[1], ("kept", unit))
+
     def leave_first_iteration(self) -> None:
         """What a first iteration leaves behind, without running it: lasting buffers, optimizer states."""
         if self.first_use:
             self.timeline.run(self.first_use.remaining(self.parameters, self.strategy.fused_wgrad))
             self.first_use = None
+        if self.expert_layers:
+            for chunk in self.chunks:
+                self._keep_routing(chunk)
         self.strategy.begin_backward()
         self.strategy.finish_gradients()
         self.strategy.optimizer_step(first=True)
@@ -213,6 +241,8 @@ class _Composer:
 
     def forward(self, chunk: ModelChunk, scope: tuple[object, ...]) -> None:
         run, strategy = self.timeline.run, self.strategy
+        if self.kept:
+            self._drop_routing(chunk)
         if chunk.loads_batch:
             run(self._move["batch"], scope)
         if chunk.embedding:
