@@ -145,6 +145,7 @@ def capacity(
     as_json: o.AsJson = False,
 ) -> None:
     """The largest micro batch or sequence that fits, or the fewest GPUs, with everything else as it is."""
+    from app.cli.database import active_calibrations
     from app.schemas import CapacityBody
     from app.services import answers
 
@@ -153,7 +154,7 @@ def capacity(
             words or (), recipe, module, config, override or (), stack or (), gpu, num_gpus, gpus_per_node,
             memory_limit, reserved, total_memory, {"question": question, "min_fit_probability": min_fit_probability},
         )  # fmt: skip
-        answer = answers.capacity(build(typed, CapacityBody))
+        answer = answers.capacity(build(typed, CapacityBody), active_calibrations())
     if as_json:
         _print_json(answers.encode(answer))
     else:
@@ -174,12 +175,13 @@ def difference(
     as_json: o.AsJson = False,
 ) -> None:
     """What makes two jobs differ in memory: "it OOMs since we changed the configuration"."""
+    from app.cli.database import active_calibrations
     from app.cli.questions import compare_body, print_difference
     from app.services import answers
 
     with explained(as_json):
         body = compare_body(job_a, job_b, gpu, num_gpus, num_gpus_b, overrides_a or [], overrides_b or [])
-        answer = answers.compare(body)
+        answer = answers.compare(body, active_calibrations())
     if as_json:
         _print_json(answers.encode(answer))
     else:

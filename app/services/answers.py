@@ -43,18 +43,19 @@ def calibrated(request: Request, calibrations: tuple[Calibration, ...]) -> Reque
     return replace(request, cluster=replace(request.cluster, calibrations=calibrations))
 
 
-def capacity(body: CapacityBody) -> dict[str, Any]:
+def capacity(body: CapacityBody, calibrations: tuple[Calibration, ...] = ()) -> dict[str, Any]:
     """The answer of POST /capacity. Raises JobError, NotModelled."""
     from estimator.questions import capacity_answer
 
-    return capacity_answer(body.to_request(), body.question)
+    return capacity_answer(calibrated(body.to_request(), calibrations), body.question)
 
 
-def compare(body: CompareBody) -> dict[str, Any]:
+def compare(body: CompareBody, calibrations: tuple[Calibration, ...] = ()) -> dict[str, Any]:
     """The answer of POST /compare. Raises JobError, NotModelled."""
     from estimator.questions import compare_answer
 
-    return compare_answer(*body.to_requests())
+    first, second = body.to_requests()
+    return compare_answer(calibrated(first, calibrations), calibrated(second, calibrations))
 
 
 def new_id() -> str:

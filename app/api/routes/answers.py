@@ -51,19 +51,25 @@ def build_router(settings: Settings) -> APIRouter:
         "/capacity",
         summary="The largest micro batch or sequence that fits, or the fewest GPUs",
         max_body_size=settings.max_estimate_body_bytes,
-        responses={200: {"model": CapacityAnswer}, **problem_responses(*BODY_ERRORS)},
+        responses={200: {"model": CapacityAnswer}, **problem_responses(*BODY_ERRORS, 503)},
     )
-    def capacity(body: Annotated[CapacityBody, Body(openapi_examples=_capacity_examples())]) -> Response:
-        return Response(answers.encode(answers.capacity(body)), media_type=JSON)
+    def capacity(
+        body: Annotated[CapacityBody, Body(openapi_examples=_capacity_examples())], database: DatabaseDependency
+    ) -> Response:
+        answer = answers.capacity(body, calibrations.active(database))
+        return Response(answers.encode(answer), media_type=JSON)
 
     @router.post(
         "/compare",
         summary="What makes two jobs differ in memory",
         max_body_size=2 * settings.max_estimate_body_bytes,
-        responses={200: {"model": CompareAnswer}, **problem_responses(*BODY_ERRORS)},
+        responses={200: {"model": CompareAnswer}, **problem_responses(*BODY_ERRORS, 503)},
     )
-    def compare(body: Annotated[CompareBody, Body(openapi_examples=_compare_examples())]) -> Response:
-        return Response(answers.encode(answers.compare(body)), media_type=JSON)
+    def compare(
+        body: Annotated[CompareBody, Body(openapi_examples=_compare_examples())], database: DatabaseDependency
+    ) -> Response:
+        answer = answers.compare(body, calibrations.active(database))
+        return Response(answers.encode(answer), media_type=JSON)
 
     @router.post(
         "/recommend",
