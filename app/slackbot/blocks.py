@@ -124,7 +124,7 @@ def answer_message(answer: Mapping[str, Any], title: str, pages_url: str, shown:
         shown = min(max(1, shown), len(recommendations))
         blocks += _recommendation(answer, recommendations, shown)
     blocks.append(_buttons(answer, len(recommendations), shown, pages_url))
-    return clip(f"{headline}: {title}", 300), blocks[:50]
+    return clip(escape(f"{headline}: {title}"), 300), blocks[:50]
 
 
 def _recommendation(answer: Mapping[str, Any], recommendations: Sequence[Mapping[str, Any]], shown: int) -> list[Block]:
@@ -204,7 +204,7 @@ def down_message(asked: Asked | None) -> tuple[str, list[Block]]:
 
 
 def failed_message(words: str) -> tuple[str, list[Block]]:
-    return words, [section(escape(words))]
+    return escape(words), [section(escape(words))]
 
 
 def _again(asked: Asked) -> Block:
@@ -223,7 +223,7 @@ def read_message(answer: Mapping[str, Any], asked: Asked) -> tuple[str, list[Blo
     if missing:
         blocks.append(section("To recommend settings I still need: " + ", ".join(f"`{escape(p)}`" for p in missing)))
     blocks.append(_again(asked))
-    return clip(str(answer.get("summary") or "Read"), 300), blocks
+    return clip(summary or "Read", 300), blocks
 
 
 def packed(asked: Asked, most: int) -> str:

@@ -48,6 +48,10 @@ class Seen:
         self._ids[identity] = now
         return False
 
+    def forget(self, identity: str) -> None:
+        """What was taken came to nothing: it may come again."""
+        self._ids.pop(identity, None)
+
 
 def build_client(settings: BotSettings) -> AsyncWebClient:
     """Slack's Web API, with patience: it says how long to wait (429, Retry-After)."""
@@ -124,11 +128,16 @@ class Bot:
         except ServiceRefused as refused:
             asked, notes = Asked(text=text_of(message)), [str(refused)]
         view = b.form_view(asked, place, [note for note in notes if note])
-        await client.views_update(view_id=opened["view"]["id"], view=view)
+        try:
+            await client.views_update(view_id=opened["view"]["id"], view=view)
+        except SlackApiError as error:  # closed meanwhile
+            log.warning("form not filled: %s", error.response.get("error"))
 
     async def mention(self, body: Mapping[str, Any], event: Mapping[str, Any], client: AsyncWebClient) -> None:
         """A mention with a traceback, in it or at the top of its thread: answered there."""
         if event.get("bot_id") or self.seen.before(f"event {body.get('event_id')}"):
+            return
+        if self.seen.before(f"message {event['channel']} {event['ts']}"):  # an edit is delivered as another event
             return
         thread = event.get("thread_ts") or event["ts"]
         place = {"channel": event["channel"], "thread": thread, "user": event.get("user")}
@@ -180,11 +189,8 @@ class Bot:
             evidence_id=str(place.get("evidence_id") or ""),
         )
         errors = {}
-        if (
-            not asked.num_gpus.isascii()
-            or not asked.num_gpus.isdigit()
-            or not 1 <= int(asked.num_gpus[:9]) <= 1_000_000
-        ):
+        count = asked.num_gpus
+        if not (count.isascii() and count.isdigit() and len(count) <= 7 and 1 <= int(count) <= 1_000_000):
             errors["num_gpus"] = "A whole number, such as 16"
         if not asked.gpu:
             errors["gpu"] = "Which GPU, such as h100-80gb"
@@ -215,7 +221,17 @@ class Bot:
             text, found = b.down_message(asked)
         except ServiceRefused as refused:
             text, found = b.refused_message(refused, asked)
-        await client.chat_update(channel=posted["channel"], ts=posted["ts"], text=text, blocks=found)
+        except Exception as error:  # whatever it is, the message must not say "Looking" for ever
+            log.error("answer not shown: %s", type(error).__name__)
+            answer = None
+            text, found = b.failed_message("I could not show this answer; the log of the bot says what failed.")
+        try:
+            await client.chat_update(channel=posted["channel"], ts=posted["ts"], text=text, blocks=found)
+        except SlackApiError as error:
+            log.warning("message not updated: %s", error.response.get("error"))
+            await client.chat_postMessage(
+                channel=posted["channel"], thread_ts=place.get("thread"), text=text, blocks=found
+            )
         if answer is not None:
             await self._attach(client, posted["channel"], place.get("thread") or posted["ts"], answer, 1)
 
@@ -225,6 +241,8 @@ class Bot:
         """An override that is too long for a message, as a file in the thread."""
         recommendations = answer.get("recommendations") or []
         if not recommendations or not b.needs_file(recommendations[shown - 1]):
+            return
+        if self.seen.before(f"file {channel} {thread} {answer.get('id')} {shown}"):
             return
         try:
             await client.files_upload_v2(
@@ -252,7 +270,10 @@ class Bot:
         )
         log.warning("message refused: %s", code)
         if place.get("user"):
-            await client.chat_postMessage(channel=str(place["user"]), text=words)
+            try:
+                await client.chat_postMessage(channel=str(place["user"]), text=words)
+            except SlackApiError as second:
+                log.warning("nor could the person be told: %s", second.response.get("error"))
 
     # -- answers --------------------------------------------------------------------------------------------------
     async def next_alternative(self, ack: Any, body: Mapping[str, Any], client: AsyncWebClient) -> None:
@@ -262,7 +283,10 @@ class Bot:
         place = _place_of(body)
         try:
             answer = await self.service.recommendation(identity)
-        except (ServiceDown, ServiceRefused):
+        except ServiceRefused as refused:
+            await self._whisper(client, body, b.escape(f"This answer cannot be shown any more: {refused}."))
+            return
+        except ServiceDown:
             await self._whisper(client, body, "The service does not answer right now: press again in a moment.")
             return
         text, found = b.answer_message(answer, _title_in(body), self.settings.pages_url, shown)
@@ -272,7 +296,11 @@ class Bot:
     async def it_ran(self, ack: Any, body: Mapping[str, Any], client: AsyncWebClient) -> None:
         await ack()
         identity, shown = _pair_of(body)
-        await self._report(client, body, identity, {"rank": shown, "ran": True}, "Noted: it ran. Thank you.")
+        once = f"ran {identity} {shown}"
+        if self.seen.before(once):
+            await self._whisper(client, body, "That it ran is noted already.")
+        elif not await self._report(client, body, identity, {"rank": shown, "ran": True}, "Noted: it ran. Thank you."):
+            self.seen.forget(once)
 
     async def it_oomed(self, ack: Any, body: Mapping[str, Any], client: AsyncWebClient) -> None:
         await ack()
@@ -302,21 +330,31 @@ class Bot:
 
     async def _report(
         self, client: AsyncWebClient, body: Mapping[str, Any], identity: str, report: Mapping[str, Any], words: str
-    ) -> None:
+    ) -> bool:
+        """Whether it was stored; said in the thread either way."""
+        stored = False
         place = body.get("place") or _place_of(body)
         try:
             done = await self.service.outcome(identity, report)
+            stored = True
             if done.get("relative_error") is not None:
                 words += f" Predicted within {abs(float(done['relative_error'])):.1%} of the measured peak."
         except ServiceDown:
             words = "The service does not answer right now: your report was not stored, please press again."
         except ServiceRefused as refused:
-            words = f"Your report was not stored: {refused}"
+            words = f"Your report was not stored: {b.escape(_all_of(refused))}"
         await client.chat_postMessage(channel=place["channel"], thread_ts=place.get("thread"), text=words)
+        return stored
 
     async def _whisper(self, client: AsyncWebClient, body: Mapping[str, Any], text: str) -> None:
         place = _place_of(body)
         await client.chat_postEphemeral(channel=place["channel"], user=str(place["user"]), text=text)
+
+
+def _all_of(refused: ServiceRefused) -> str:
+    if refused.status in (401, 403):
+        return "the service refuses the bot's API key. " + b.KEY_WORDS
+    return "; ".join(f"{path} {message}" for path, message, _ in refused.errors[:3]) or str(refused)
 
 
 def _typed(view: Mapping[str, Any], name: str) -> str:
