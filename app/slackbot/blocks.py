@@ -30,6 +30,8 @@ KEY_WORDS = (
     "OOMBUDSMAN_SLACK_API_KEY."
 )
 
+IMPOSSIBLE = "This job cannot be laid out on these GPUs"
+
 
 def clip(text: str, most: int = MAX_TEXT) -> str:
     """Not longer than Slack takes, and not empty, which it does not take either."""
@@ -109,15 +111,17 @@ def looking(asked: Asked) -> tuple[str, list[Block]]:
 def answer_message(answer: Mapping[str, Any], title: str, pages_url: str, shown: int = 1) -> tuple[str, list[Block]]:
     """(text for notifications, blocks): the answer with recommendation number ``shown``."""
     outcome = str(answer.get("outcome"))
-    headline = HEADLINES.get(outcome, outcome)
+    problems = list(answer.get("problems") or ())[:3]
+    headline = IMPOSSIBLE if problems and outcome == "needs_input" else HEADLINES.get(outcome, outcome)
     diagnosis = answer.get("diagnosis") or {}
-    blocks = [header(headline), context(escape(title)), section(escape(str(diagnosis.get("summary") or headline)))]
+    summary = str(diagnosis.get("summary") or headline)
+    blocks = [header(headline), context(escape(title)), section(escape(summary))]
     for action in list((diagnosis.get("advice") or {}).get("actions") or ())[:3]:
         blocks.append(section(f"• {escape(str(action))}"))
     missing = [str(row.get("path")) for row in answer.get("missing") or ()][:10]
-    if missing:
+    if missing and headline != IMPOSSIBLE:
         blocks.append(section("Missing: " + ", ".join(f"`{escape(path)}`" for path in missing)))
-    for problem in list(answer.get("problems") or ())[:3]:
+    for problem in (one for one in problems if str(one.get("message")) not in summary):  # said once
         blocks.append(section(f"*{escape(str(problem.get('rule_id')))}* {escape(str(problem.get('message')))}"))
     recommendations = list(answer.get("recommendations") or ())
     if recommendations:
@@ -175,7 +179,8 @@ def _buttons(answer: Mapping[str, Any], count: int, shown: int, pages_url: str) 
     elements.append(button("Full report", "full_report", url=f"{pages_url}/r/{identity}"))
     if count:
         elements.append(button("It ran", "it_ran", json.dumps([identity, shown]), style="primary"))
-    elements.append(button("It OOMed again", "it_oomed", json.dumps([identity, shown if count else 0])))
+    if answer.get("outcome") in ("recommended", "fits_already", "nothing_fits"):  # else nothing was predicted to run
+        elements.append(button("It OOMed again", "it_oomed", json.dumps([identity, shown if count else 0])))
     return {"type": "actions", "elements": elements}
 
 

@@ -59,6 +59,18 @@ def test_notifications_carry_no_markup() -> None:
     assert "<!channel>" not in b.failed_message("<!channel>")[0]
 
 
+def test_an_impossible_layout_is_said_once(service: str) -> None:  # noqa: F811
+    async def flow(slack: SlackStandIn, _: BotSettings) -> None:
+        await slack.send("slash_commands", command("llama3_8b_pretrain_config 1xh100-80gb"))
+        shown = text_in((await slack.update()).arguments["blocks"])
+        assert "cannot be laid out" in shown
+        assert shown.count("no multiple of TP x PP x CP") == 1
+        assert "Missing" not in shown
+        assert "OOMed again" not in shown
+
+    run(flow, service)
+
+
 def test_what_came_to_nothing_may_come_again() -> None:
     seen = Seen()
     assert [seen.before("a"), seen.before("a")] == [False, True]
