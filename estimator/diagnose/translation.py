@@ -1,19 +1,16 @@
-"""Foreign vocabularies to Megatron-Bridge's fields: Megatron-LM arguments, Hugging Face, DeepSpeed, accelerate.
+"""Foreign vocabularies to Megatron-Bridge's fields: Hugging Face, DeepSpeed, accelerate, and how values are printed.
+Megatron-LM's arguments: ``estimator.job.megatron_lm``.
 
 Everything here is tables and small pure functions; a value that cannot be translated is left out, never guessed.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from estimator.catalog import fields as catalog
-
-Assignments = dict[str, Any]
-"""Dotted path below ``cfg`` -> value."""
+from estimator.job.megatron_lm import Assignments, both, from_megatron
 
 _ENUM = re.compile(r"<(?:\w{1,60}\.){1,4}(\w{1,60})(?:: .{0,80})?>|(?:AttnBackend|ModelType|LayerType)\.(\w{1,60})")
 _NUMBER = re.compile(r"[+-]?\d{1,18}")
@@ -48,105 +45,26 @@ def literal(text: str) -> Any:
     return MISSING
 
 
-# ---------------------------------------------------------------------- Megatron-LM
-
-_SECTIONS = ("model", "ddp", "optimizer", "train", "checkpoint", "dist")
-_CHECKPOINT_FIELDS = frozenset({"save", "load", "ckpt_format", "save_interval", "async_save", "pretrained_checkpoint"})
-
-
-@functools.cache
-def _section_of() -> Mapping[str, str]:
-    """Argument name -> the section that has a field of that name, the first of :data:`_SECTIONS`."""
-    found: dict[str, str] = {}
-    for section in _SECTIONS:
-        target = catalog.sections()[section].default_class
-        for name in catalog.class_fields(target) if target else ():
-            if section != "checkpoint" or name in _CHECKPOINT_FIELDS:
-                found.setdefault(name, section)
-    return found
-
-
-def _both(*paths: str) -> Callable[[Any], Assignments]:
-    return lambda value: dict.fromkeys(paths, value)
-
-
-def _negated(path: str) -> Callable[[Any], Assignments]:
-    return lambda value: {path: not value}
-
-
-def _when(true: Assignments) -> Callable[[Any], Assignments]:
-    return lambda value: dict(true) if value is True else {}
-
-
-MEGATRON: Mapping[str, Callable[[Any], Assignments]] = {
-    "swiglu": _when({"model.gated_linear_unit": True, "model.activation_func": "silu"}),
-    "squared_relu": _when({"model.activation_func": "squared_relu"}),
-    "untie_embeddings_and_output_weights": _negated("model.share_embeddings_and_output_weights"),
-    "disable_bias_linear": _negated("model.add_bias_linear"),
-    "num_experts": _both("model.num_moe_experts"),
-    "vocab_size": _both("model.vocab_size"),
-    "padded_vocab_size": lambda value: {"model.vocab_size": value, "model.should_pad_vocab": False},
-    "accumulate_allreduce_grads_in_fp32": _both("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"),
-    "grad_reduce_in_fp32": _both("mixed_precision.grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32"),
-    "bf16": _when({"mixed_precision": "bf16_mixed"}),
-    "fp16": _when({"mixed_precision": "fp16_mixed"}),
-    "fp8": _both("mixed_precision.fp8"),
-    "fp8_recipe": _both("mixed_precision.fp8_recipe"),
-    "ddp_bucket_size": _both("ddp.bucket_size"),
-    "use_distributed_optimizer": _both("ddp.use_distributed_optimizer", "optimizer.use_distributed_optimizer"),
-    "overlap_param_gather": _both("ddp.overlap_param_gather", "optimizer.overlap_param_gather"),
-    "use_custom_fsdp": _both("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp"),
-    "use_megatron_fsdp": _both("dist.use_megatron_fsdp", "ddp.use_megatron_fsdp"),
-    "use_torch_fsdp2": _both("dist.use_torch_fsdp2"),
-    "params_dtype": lambda value: {},
-    "fp32_residual_connection": _both("model.fp32_residual_connection"),
-    "encoder_num_layers": lambda value: {},
-    "rotary_interleaved": lambda value: {},
-}
-"""Arguments that have another name, another sense or two places in Bridge. Source: megatron-core 0.19.2
-training/arguments.py; every other argument goes to the field of its name, if there is one."""
-
-EXTRA = ("world_size", "data_parallel_size", "padded_vocab_size", "rank")
-
-
-def from_megatron(arguments: Mapping[str, Any]) -> Assignments:
-    """Bridge's fields for Megatron-LM's arguments (``args.NAME``). What is None stays Bridge's default."""
-    result: Assignments = {}
-    for name, value in arguments.items():
-        if value is None or value is MISSING or isinstance(value, dict):
-            continue
-        translate = MEGATRON.get(name)
-        if translate is not None:
-            result.update(translate(value))
-        elif name in _section_of():
-            result[f"{_section_of()[name]}.{name}"] = value
-    if arguments.get("padded_vocab_size"):
-        result["model.vocab_size"] = arguments["padded_vocab_size"]
-    if arguments.get("group_query_attention") is False:
-        result.pop("model.num_query_groups", None)
-    return result
-
-
 # ---------------------------------------------------------------------- Hugging Face
 
 HUGGING_FACE: Mapping[str, Callable[[Any], Assignments]] = {
-    "num_hidden_layers": _both("model.num_layers"),
-    "n_layer": _both("model.num_layers"),
-    "hidden_size": _both("model.hidden_size"),
-    "n_embd": _both("model.hidden_size"),
-    "intermediate_size": _both("model.ffn_hidden_size"),
-    "num_attention_heads": _both("model.num_attention_heads"),
-    "n_head": _both("model.num_attention_heads"),
-    "num_key_value_heads": _both("model.num_query_groups"),
-    "head_dim": _both("model.kv_channels"),
-    "vocab_size": _both("model.vocab_size"),
-    "tie_word_embeddings": _both("model.share_embeddings_and_output_weights"),
-    "attention_bias": _both("model.add_qkv_bias"),
-    "num_local_experts": _both("model.num_moe_experts"),
-    "num_experts": _both("model.num_moe_experts"),
-    "n_routed_experts": _both("model.num_moe_experts"),
-    "num_experts_per_tok": _both("model.moe_router_topk"),
-    "moe_intermediate_size": _both("model.moe_ffn_hidden_size"),
+    "num_hidden_layers": both("model.num_layers"),
+    "n_layer": both("model.num_layers"),
+    "hidden_size": both("model.hidden_size"),
+    "n_embd": both("model.hidden_size"),
+    "intermediate_size": both("model.ffn_hidden_size"),
+    "num_attention_heads": both("model.num_attention_heads"),
+    "n_head": both("model.num_attention_heads"),
+    "num_key_value_heads": both("model.num_query_groups"),
+    "head_dim": both("model.kv_channels"),
+    "vocab_size": both("model.vocab_size"),
+    "tie_word_embeddings": both("model.share_embeddings_and_output_weights"),
+    "attention_bias": both("model.add_qkv_bias"),
+    "num_local_experts": both("model.num_moe_experts"),
+    "num_experts": both("model.num_moe_experts"),
+    "n_routed_experts": both("model.num_moe_experts"),
+    "num_experts_per_tok": both("model.moe_router_topk"),
+    "moe_intermediate_size": both("model.moe_ffn_hidden_size"),
     "rms_norm_eps": lambda value: {"model.normalization": "RMSNorm"},
     "layer_norm_eps": lambda value: {"model.normalization": "LayerNorm"},
     "hidden_act": lambda value: (
