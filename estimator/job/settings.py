@@ -273,6 +273,8 @@ class RuntimeSettings:
     cuda_device_max_connections: str | None = None
     checkpoint_save: bool = True
     check_for_nan_in_loss: bool = True
+    cublas_workspace_config: str | None = None
+    """CUBLAS_WORKSPACE_CONFIG; None = torch's default sizes."""
 
     @property
     def allocator(self) -> str:

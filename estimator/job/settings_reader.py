@@ -27,6 +27,10 @@ BUCKET_SIZE_PER_RANK = 1_000_000
 """Elements: a bucket size left open becomes max(40e6, 1e6 * DP * CP). Source: megatron-core 0.19.2,
 megatron/training/models/dist_utils.py:290-295."""
 
+DETERMINISTIC_WORKSPACES = ":4096:8"
+"""What deterministic training sets, because cuBLAS refuses to work without. Source: megatron-core 0.19.2,
+megatron/training/determinism.py:30,57-62; megatron-bridge 0.6.2, recipes/utils/determinism_utils.py:40."""
+
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The first that is set is read. Source: torch 2.13, c10/cuda/CUDAAllocatorConfig.h:133-152."""
 
@@ -297,6 +301,9 @@ def _recompute(model: Mapping[str, Any]) -> RecomputeSettings:
 def _runtime(values: Mapping[str, Any]) -> RuntimeSettings:
     expandable, source = allocator_setting(values.get("env_vars") or {})
     connections = (values.get("env_vars") or {}).get("CUDA_DEVICE_MAX_CONNECTIONS")
+    workspaces = (values.get("env_vars") or {}).get("CUBLAS_WORKSPACE_CONFIG")
+    if workspaces is None and values["model"].get("deterministic_mode"):
+        workspaces = DETERMINISTIC_WORKSPACES
     return RuntimeSettings(
         params_dtype=values["model"].get("params_dtype", "bfloat16"),
         expandable_segments=expandable,
@@ -304,6 +311,7 @@ def _runtime(values: Mapping[str, Any]) -> RuntimeSettings:
         empty_unused_memory_level=values["train"].get("empty_unused_memory_level") or 0,
         cuda_device_max_connections=None if connections is None else str(connections),
         checkpoint_save=values["checkpoint"].get("save") is not None,
+        cublas_workspace_config=None if workspaces is None else str(workspaces),
         check_for_nan_in_loss=bool((values.get("rerun_state_machine") or {}).get("check_for_nan_in_loss")),
     )
 

@@ -24,7 +24,7 @@ from estimator.schedule.actions import BACKWARD, DROP, FORWARD, INPUT, OUTPUT, R
 from estimator.sharding.base import Unit
 from estimator.sharding.table import strategy_for
 from estimator.step.counting import Counter, CountingScribe, CountingTimeline
-from estimator.step.first_use import FirstUse, block_of
+from estimator.step.first_use import FirstUse, block_of, torch_cublas_bytes
 from estimator.step.model_chunk import (
     ModelChunk,
     by_name,
@@ -99,7 +99,9 @@ class _Composer:
         self.programs: dict[tuple[bool, bool, bool, bool, bool], Program] = {}
         self.in_bf16 = replace(self.x, fp8=None)
         rotary = model.position_embedding_type in ("rope", "yarn") and not model.mla
-        self.first_use: FirstUse | None = FirstUse(self.x, share, rotary, gpu_family, bool(self.expert_layers))
+        self.first_use: FirstUse | None = FirstUse(
+            self.x, share, torch_cublas_bytes(gpu_family, settings.runtime.cublas_workspace_config), gpu_family, rotary, bool(self.expert_layers)
+        )
         if self.strategy.fused_wgrad:
             self.first_use.await_placeholders(self.parameters)
         if model.fp8 and not model.fp8.primary_weights:

@@ -4,13 +4,14 @@ Where it lies decides nothing about allocated bytes, but a good deal about fragm
 between buffers that come and go.
 
 Source: transformer_engine 2.12.0 pytorch/module/base.py (get_cublas_workspace, get_dummy_wgrad), torch 2.11
-aten/src/ATen/cuda/CUDABlas (default workspace; the backward thread has a cuBLAS handle and workspace of its own),
+aten/src/ATen/cuda/CUDABlas (default workspace; parseChosenWorkspaceSize; the backward thread has a cuBLAS handle and workspace of its own),
 megatron-core 0.19.2 tensor_parallel/layers.py:570 (global buffer for the gathered input of the output layer),
 models/common/embeddings/rotary_pos_embedding.py:131-168 (cached table). Moments as recorded on an H200.
 """
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from estimator.components import WGRAD_DUMMIES, WORKSPACES
@@ -21,9 +22,13 @@ from estimator.model.shapes import Shapes
 from estimator.timeline import Block, Scribe
 
 TE_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024 + 1024, "blackwell": 32 * 1024 * 1024 + 1024}
-TE_CUBLAS_DEFAULT_BYTES = 4 * 1024 * 1024 + 1024
-TORCH_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024, "blackwell": 32 * 1024 * 1024}
+TE_CUBLAS_DEFAULT_BYTES = 4 * 1024 * 1024  # TE 2.12 pytorch/cpp_extensions/gemm.py:31-36
+TORCH_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024}
+"""Others have the default: 44 to 47 MiB less in two workspaces on a GB200 than with ":4096:8" (Megatron-LM's tests
+without deterministic mode against those with it)."""
 TORCH_CUBLAS_DEFAULT_BYTES = 8_519_680
+
+_WORKSPACE_CHUNKS = re.compile(r":(\d{1,9}):(\d{1,9})")
 
 GROUPED_STREAMS = 4
 """Streams over which Transformer Engine spreads grouped products, each with a workspace (TE 2.12
@@ -46,14 +51,23 @@ class Lasting(NamedTuple):
     component: str
 
 
+def torch_cublas_bytes(gpu_family: str, config: str | None) -> int:
+    """Bytes of torch's workspace of one cuBLAS handle. ``config``: CUBLAS_WORKSPACE_CONFIG, sizes in KiB with their
+    counts (":4096:8"), which replace torch's default for the GPU."""
+    chunks = _WORKSPACE_CHUNKS.findall(config or "")
+    if chunks:
+        return sum(int(size) * 1024 * int(count) for size, count in chunks)
+    return TORCH_CUBLAS_BYTES.get(gpu_family, TORCH_CUBLAS_DEFAULT_BYTES)
+
+
 class FirstUse:
     """Hands out lasting buffers when the buffer that precedes them is made."""
 
-    def __init__(self, x: Shapes, share: StageShare, rotary: bool, gpu_family: str, has_experts: bool = False) -> None:
+    def __init__(self, x: Shapes, share: StageShare, torch_bytes: int, gpu_family: str, rotary: bool, experts: bool) -> None:
+        """``torch_bytes``: of one cuBLAS workspace of torch's (:func:`torch_cublas_bytes`)."""
         self.x = x
         self._seen: set[tuple[int, int]] = set()
         self._awaited: set[tuple[int, int]] = set()
-        torch_bytes = TORCH_CUBLAS_BYTES.get(gpu_family, TORCH_CUBLAS_DEFAULT_BYTES)
         te_bytes = TE_CUBLAS_BYTES.get(gpu_family, TE_CUBLAS_DEFAULT_BYTES)
         self._rotary = Lasting("rotary_table", x.sequence * x.rotary_dim * 4, WORKSPACES)
         self._without_table = {c.index for c in share.chunks} if rotary else set()
@@ -67,7 +81,7 @@ class FirstUse:
             self._after["input_output"] = te_cublas  # latent attention
             if x.fp8:  # whichever comes first: layers at the ends may be in BF16
                 self._after["qkv_norm_row"] = te_cublas
-        if has_experts:
+        if experts:
             self._after["expert_fc1_output"] = Lasting("te_grouped_cublas", GROUPED_STREAMS * te_bytes, WORKSPACES)
         if share.post_process:
             self._after["logits"] = Lasting("torch_cublas_forward", torch_bytes, WORKSPACES)

@@ -32,6 +32,8 @@ class Row:
     predicted: dict[str, int] = field(default_factory=dict)
     components_at_peak: dict[str, int] = field(default_factory=dict)
     phase_errors: dict[str, float] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+    """Groups of a summary beside the strategy."""
 
     def error(self, quantity: str) -> float:
         """Predicted over measured, less one."""

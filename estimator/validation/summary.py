@@ -47,15 +47,19 @@ def figures(errors: Sequence[float]) -> Figures:
 
 
 def summarise(rows: Iterable[Row], num_worst: int = 10) -> Summary:
-    """Groups are "all" and the sharding strategies."""
+    """Groups are "all", the sharding strategies and those that a row names."""
     everything = list(rows)
     answered = [row for row in everything if row.refused is None]
     groups: dict[str, dict[str, Figures]] = {}
     for quantity in QUANTITIES:
-        by_group = {"all": [row.error(quantity) for row in answered]}
-        for row in answered:
-            by_group.setdefault(row.strategy, []).append(row.error(quantity))
-        groups[quantity] = {name: figures(errors) for name, errors in by_group.items() if errors}
+        having = [row for row in answered if quantity in row.measured]
+        by_group = {"all": [row.error(quantity) for row in having]}
+        for row in having:
+            for name in dict.fromkeys((row.strategy, *row.groups)):
+                by_group.setdefault(name, []).append(row.error(quantity))
+        found = {name: figures(errors) for name, errors in by_group.items() if errors}
+        if found:
+            groups[quantity] = found
     worst = sorted(answered, key=lambda row: -abs(row.error("peak")))[:num_worst]
     refused = Counter(row.refused for row in everything if row.refused is not None)
     return Summary(len(everything), groups, dict(refused.most_common()), tuple(worst))
