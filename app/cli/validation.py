@@ -29,7 +29,9 @@ def rows_of(files: list[Path], progress: bool) -> list[Row]:
             try:
                 rows.append(compare_record(record))
             except (ValueError, KeyError, TypeError) as error:
-                raise refusal("FILE", f"{path}: run {str(record.get('run_id', record.get('id')))[:80]!r}: {error}") from None
+                raise refusal(
+                    "FILE", f"{path}: run {str(record.get('run_id', record.get('id')))[:80]!r}: {error}"
+                ) from None
     if not rows:
         raise refusal("FILE", "there is no record in these files", "JSON lines as the profiler writes them")
     return rows

@@ -16,16 +16,10 @@ from estimator.catalog.recipes import find_recipe
 from estimator.diagnose.commands import Command, read_command
 from estimator.diagnose.evidence import Evidence, Fragment
 from estimator.diagnose.facts_outside import known_gpu, known_recipe
-from estimator.diagnose.translation import (
-    MISSING,
-    Assignments,
-    from_deepspeed,
-    from_hugging_face,
-    from_megatron,
-    literal,
-)
+from estimator.diagnose.translation import MISSING, from_deepspeed, from_hugging_face, literal
 from estimator.errors import EstimatorError, JobError
 from estimator.job import build_document
+from estimator.job.megatron_lm import Assignments, from_megatron
 from estimator.requests import ClusterRequest, JobRequest
 
 MAX_YAML_CHARS = 300_000

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from estimator.job.megatron_lm import Assignments, both, from_megatron
+from estimator.job.megatron_lm import Assignments, both
 
 _ENUM = re.compile(r"<(?:\w{1,60}\.){1,4}(\w{1,60})(?:: .{0,80})?>|(?:AttnBackend|ModelType|LayerType)\.(\w{1,60})")
 _NUMBER = re.compile(r"[+-]?\d{1,18}")

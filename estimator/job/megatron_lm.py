@@ -73,6 +73,7 @@ MEGATRON: Mapping[str, Callable[[Any], Assignments]] = {
 """Arguments that have another name, another sense or two places in Bridge. Source: megatron-core 0.19.2
 training/arguments.py; every other argument goes to the field of its name, if there is one."""
 
+
 def from_megatron(arguments: Mapping[str, Any]) -> Assignments:
     """Bridge's fields for Megatron-LM's arguments (``args.NAME``). What is None stays Bridge's default."""
     result: Assignments = {}

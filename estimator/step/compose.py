@@ -99,8 +99,9 @@ class _Composer:
         self.programs: dict[tuple[bool, bool, bool, bool, bool], Program] = {}
         self.in_bf16 = replace(self.x, fp8=None)
         rotary = model.position_embedding_type in ("rope", "yarn") and not model.mla
+        torch_bytes = torch_cublas_bytes(gpu_family, settings.runtime.cublas_workspace_config)
         self.first_use: FirstUse | None = FirstUse(
-            self.x, share, torch_cublas_bytes(gpu_family, settings.runtime.cublas_workspace_config), gpu_family, rotary, bool(self.expert_layers)
+            self.x, share, torch_bytes, gpu_family, rotary, bool(self.expert_layers)
         )
         if self.strategy.fused_wgrad:
             self.first_use.await_placeholders(self.parameters)

@@ -4,7 +4,7 @@ Where it lies decides nothing about allocated bytes, but a good deal about fragm
 between buffers that come and go.
 
 Source: transformer_engine 2.12.0 pytorch/module/base.py (get_cublas_workspace, get_dummy_wgrad), torch 2.11
-aten/src/ATen/cuda/CUDABlas (default workspace; parseChosenWorkspaceSize; the backward thread has a cuBLAS handle and workspace of its own),
+aten/src/ATen/cuda/CUDABlas (default workspace; the backward thread has a cuBLAS handle and workspace of its own),
 megatron-core 0.19.2 tensor_parallel/layers.py:570 (global buffer for the gathered input of the output layer),
 models/common/embeddings/rotary_pos_embedding.py:131-168 (cached table). Moments as recorded on an H200.
 """
@@ -23,9 +23,9 @@ from estimator.timeline import Block, Scribe
 
 TE_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024 + 1024, "blackwell": 32 * 1024 * 1024 + 1024}
 TE_CUBLAS_DEFAULT_BYTES = 4 * 1024 * 1024  # TE 2.12 pytorch/cpp_extensions/gemm.py:31-36
-TORCH_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024}
-"""Others have the default: 44 to 47 MiB less in two workspaces on a GB200 than with ":4096:8" (Megatron-LM's tests
-without deterministic mode against those with it)."""
+TORCH_CUBLAS_BYTES = {"hopper": 32 * 1024 * 1024, "blackwell": 32 * 1024 * 1024}
+"""Blackwell since some version: Megatron-LM's tests on GB200 have the default below until April 2026, and this from May
+on."""
 TORCH_CUBLAS_DEFAULT_BYTES = 8_519_680
 
 _WORKSPACE_CHUNKS = re.compile(r":(\d{1,9}):(\d{1,9})")
@@ -63,12 +63,14 @@ def torch_cublas_bytes(gpu_family: str, config: str | None) -> int:
 class FirstUse:
     """Hands out lasting buffers when the buffer that precedes them is made."""
 
-    def __init__(self, x: Shapes, share: StageShare, torch_bytes: int, gpu_family: str, rotary: bool, experts: bool) -> None:
+    def __init__(
+        self, x: Shapes, share: StageShare, torch_bytes: int, family: str, rotary: bool, experts: bool
+    ) -> None:
         """``torch_bytes``: of one cuBLAS workspace of torch's (:func:`torch_cublas_bytes`)."""
         self.x = x
         self._seen: set[tuple[int, int]] = set()
         self._awaited: set[tuple[int, int]] = set()
-        te_bytes = TE_CUBLAS_BYTES.get(gpu_family, TE_CUBLAS_DEFAULT_BYTES)
+        te_bytes = TE_CUBLAS_BYTES.get(family, TE_CUBLAS_DEFAULT_BYTES)
         self._rotary = Lasting("rotary_table", x.sequence * x.rotary_dim * 4, WORKSPACES)
         self._without_table = {c.index for c in share.chunks} if rotary else set()
         self._after: dict[str, Lasting] = {}
