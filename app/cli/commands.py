@@ -311,7 +311,9 @@ def database_upgrade() -> None:
 
 @application.command()
 def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lines of the profiler or of Megatron-LM's tests")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="JSON lines of the profiler or of Megatron-LM's tests")
+    ],
     as_json: o.AsJson = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown")] = False,
 ) -> None:
