@@ -8,8 +8,18 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictStr,
+    model_validator,
+)
 
+from estimator.job.megatron_lm import megatron_config
 from estimator.requests import ClusterRequest, EstimateRequest, JobRequest, RecommendRequest
 
 MAX_BYTES = 2**50
@@ -69,6 +79,10 @@ class Job(Body):
     config: dict[str, Any] | None = Field(
         default=None, description="A ConfigContainer document, whole or partial: run_config.yaml as Bridge writes it"
     )
+    megatron_lm_args: dict[str, Any] | None = Field(
+        default=None,
+        description="Megatron-LM's arguments as it parses them, by name (num_layers): in place of recipe and config",
+    )
     overrides: list[Annotated[Text, Field(max_length=100_000)]] = Field(
         default_factory=list, max_length=5_000, description="Hydra-style overrides, or Python lines cfg.x.y = value"
     )
@@ -77,8 +91,16 @@ class Job(Body):
         description="Tokens of the fullest expert-parallel rank over the mean; null = as a trained router has",
     )
 
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> Job:
+        if self.megatron_lm_args is not None and (self.recipe is not None or self.config is not None):
+            raise ValueError("megatron_lm_args stands in place of recipe and config: give one of them, and overrides")
+        return self
+
     def to_request(self) -> JobRequest:
-        return JobRequest(self.recipe, self.module, self.config, tuple(self.overrides), self.moe_load_imbalance)
+        """Raises JobError naming arguments of Megatron-LM that matter and cannot be translated."""
+        config = self.config if self.megatron_lm_args is None else megatron_config(self.megatron_lm_args)
+        return JobRequest(self.recipe, self.module, config, tuple(self.overrides), self.moe_load_imbalance)
 
 
 class Cluster(Body):

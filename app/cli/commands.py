@@ -36,6 +36,7 @@ def recommend(
     recipe: o.Recipe = None,
     module: o.Module = None,
     config: o.Config = None,
+    megatron_args: o.MegatronArgs = None,
     override: o.Overrides = None,
     stack: o.Stack = None,
     gpu: o.Gpu = None,
@@ -67,7 +68,7 @@ def recommend(
             more["evidence"] = {"log": read_log(log)}
         typed = Options(
             words or (), recipe, module, config, override or (), stack or (), gpu, num_gpus, gpus_per_node,
-            memory_limit, reserved, total_memory, more,
+            memory_limit, reserved, total_memory, more, megatron_args,
         )  # fmt: skip
         body = build(typed, RecommendBody)
         answer = answers.recommend(body, calibrations=active_calibrations())
@@ -89,6 +90,7 @@ def estimate(
     recipe: o.Recipe = None,
     module: o.Module = None,
     config: o.Config = None,
+    megatron_args: o.MegatronArgs = None,
     override: o.Overrides = None,
     stack: o.Stack = None,
     gpu: o.Gpu = None,
@@ -111,7 +113,7 @@ def estimate(
         more = {"min_fit_probability": min_fit_probability, "pipeline_rank": pipeline_rank, "survival": survival}
         typed = Options(
             words or (), recipe, module, config, override or (), stack or (), gpu, num_gpus, gpus_per_node,
-            memory_limit, reserved, total_memory, more,
+            memory_limit, reserved, total_memory, more, megatron_args,
         )  # fmt: skip
         body = build(typed, EstimateBody)
         answer = answers.estimate(body, active_calibrations())

@@ -47,6 +47,7 @@ class Options:
     total_memory: str | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further top-level keys of the body."""
+    megatron_args: Path | None = None
 
 
 def build(options: Options, model: type[BodyType]) -> BodyType:
@@ -56,6 +57,7 @@ def build(options: Options, model: type[BodyType]) -> BodyType:
         "recipe": words.recipe,
         "module": options.module,
         "config": None if options.config is None else read_config(options.config),
+        "megatron_lm_args": None if options.megatron_args is None else read_arguments(options.megatron_args),
         "overrides": words.overrides,
     }
     cluster = {
@@ -146,21 +148,32 @@ def read_log(path: Path) -> str:
     return data.decode("utf-8", "replace").replace("\x00", "\ufffd")
 
 
+def read_arguments(path: Path) -> dict[str, Any]:
+    """Megatron-LM's arguments: the block that it prints, also within a log, or a mapping."""
+    from estimator.diagnose.translation import printed_arguments
+
+    text = read_text(path, "--megatron-args")
+    return printed_arguments(text) or _mapping(text, path, "--megatron-args", "num_layers: 32 and the like")
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """A YAML or JSON document, read without running anything in it."""
+    return _mapping(read_text(path, "--config"), path, "--config", "sections such as model: and train: at the top")
+
+
+def _mapping(text: str, path: Path, option: str, right: str) -> dict[str, Any]:
     import yaml
 
-    text = read_text(path, "--config")
     try:
         document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise refusal("--config", f"{path} is not YAML{where}: {what}") from error
+        raise refusal(option, f"{path} is not YAML{where}: {what}") from error
     if not isinstance(document, dict):
-        raise refusal("--config", f"{path} holds no mapping", "sections such as model: and train: at the top")
-    _require_json(document, "job.config")
+        raise refusal(option, f"{path} holds no mapping", right)
+    _require_json(document, "job.config" if option == "--config" else "job.megatron_lm_args")
     return document
 
 

@@ -25,6 +25,14 @@ Config = Annotated[
     Path | None,
     Option("--config", help="ConfigContainer as YAML or JSON, such as run_config.yaml; - = stdin", rich_help_panel=JOB),
 ]
+MegatronArgs = Annotated[
+    Path | None,
+    Option(
+        "--megatron-args",
+        help="Megatron-LM's arguments: the block that it prints, or a JSON or YAML mapping; - = stdin",
+        rich_help_panel=JOB,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     Option("--override", "-o", help="a.b=c or cfg.a.b = c; again for more", rich_help_panel=JOB, show_default=False),

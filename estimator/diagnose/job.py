@@ -16,7 +16,7 @@ from estimator.catalog.recipes import find_recipe
 from estimator.diagnose.commands import Command, read_command
 from estimator.diagnose.evidence import Evidence, Fragment
 from estimator.diagnose.facts_outside import known_gpu, known_recipe
-from estimator.diagnose.translation import MISSING, from_deepspeed, from_hugging_face, literal
+from estimator.diagnose.translation import MISSING, from_deepspeed, from_hugging_face, literal, printed_arguments
 from estimator.errors import EstimatorError, JobError
 from estimator.job import build_document
 from estimator.job.megatron_lm import Assignments, from_megatron
@@ -29,7 +29,6 @@ MAX_REPAIRS = 6
 CAPACITY_TOLERANCE = 0.005
 """A card is recognised by its capacity when it is this close to a known one's."""
 
-_ARGUMENT = re.compile(r"\s{0,4}([a-z_0-9]{2,80}) \.{0,60} ?(.{0,2000})$")
 _SUMMARY_SECTION = re.compile(r"\s{0,4}\[([a-z_]{2,20})\]")
 _SUMMARY_FIELD = re.compile(r"\s{1,8}([A-Za-z_0-9]{1,80}): (.{1,2000}?)(?:  \(Mcore default: .{0,2000}\))?$")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -167,11 +166,7 @@ def _take_command(found: _Found, text: str) -> bool:
 
 
 def _take_arguments(found: _Found, text: str) -> bool:
-    arguments: dict[str, Any] = {}
-    for line in text.split("\n"):
-        match = _ARGUMENT.match(line)
-        if match and (value := literal(match[2])) is not MISSING:
-            arguments[match[1]] = value
+    arguments = printed_arguments(text)
     if len(arguments) < 3:
         return False
     found.assignments.update(from_megatron(arguments))

@@ -15,6 +15,7 @@ from estimator.job.megatron_lm import Assignments, both
 _ENUM = re.compile(r"<(?:\w{1,60}\.){1,4}(\w{1,60})(?:: .{0,80})?>|(?:AttnBackend|ModelType|LayerType)\.(\w{1,60})")
 _NUMBER = re.compile(r"[+-]?\d{1,18}")
 _FLOAT = re.compile(r"[+-]?(?:\d{1,18}\.\d{0,18}|\.\d{1,18}|\d{1,18})(?:[eE][+-]?\d{1,3})?")
+_ARGUMENT = re.compile(r"\s{0,4}([a-z_0-9]{2,80}) \.{0,60} ?(.{0,2000})$")
 MISSING = object()
 
 
@@ -43,6 +44,16 @@ def literal(text: str) -> Any:
     if re.fullmatch(r"[\w./\-+:@]{1,400}", text):
         return text
     return MISSING
+
+
+def printed_arguments(text: str) -> dict[str, Any]:
+    """Name -> value of the lines "name ..... value" that Megatron-LM prints at its start; other lines are left out."""
+    arguments: dict[str, Any] = {}
+    for line in text.split("\n"):
+        match = _ARGUMENT.match(line)
+        if match and (value := literal(match[2])) is not MISSING:
+            arguments[match[1]] = value
+    return arguments
 
 
 # ---------------------------------------------------------------------- Hugging Face
