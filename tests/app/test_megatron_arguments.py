@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from starlette.testclient import TestClient
 
 from app.cli.failures import Failure
 from app.cli.inputs import Options, build
@@ -64,3 +65,11 @@ def test_an_argument_that_matters_and_cannot_be_said_is_named() -> None:
 def test_odd_values_are_refused_or_read_never_fatal(value: object) -> None:
     for name in ("padded_vocab_size", "num_layers", "main_params_dtype", "bf16", "fp8", "num_experts"):
         Job(megatron_lm_args={**ARGUMENTS, name: value}).to_request()
+
+
+@pytest.mark.parametrize("path", ["/estimate", "/recommend"])
+def test_over_http_the_argument_is_named(client: TestClient, path: str) -> None:
+    job = {"megatron_lm_args": {**ARGUMENTS, "freeze_all_layers": True}}
+    answer = client.post(path, json={"job": job, "cluster": {"gpu": "h100-80gb", "num_gpus": 8}})
+    assert answer.status_code == 422
+    assert answer.json()["errors"][0]["path"] == "job.megatron_lm_args.freeze_all_layers"
