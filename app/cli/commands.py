@@ -336,6 +336,21 @@ def validate(
         print_summary(summary)
 
 
+@application.command("config")
+def config_command(as_json: o.AsJson = False) -> None:
+    """The service's settings, where each comes from, secrets hidden; exit 2 if one cannot be used."""
+    from app.cli.configuration import effective, print_settings
+
+    with explained(as_json):
+        rows = effective()
+    if as_json:
+        from app.services import answers
+
+        _print_json(answers.encode({"settings": rows}))
+    else:
+        print_settings(rows)
+
+
 @key_commands.command("create")
 def keys_create(
     name: Annotated[str, typer.Argument(help="Whose it is")],
