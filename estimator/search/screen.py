@@ -64,24 +64,25 @@ class Screen:
     def _test(self, point: Point) -> bool:
         trial = variant(self.settings, point)
         overhead = overhead_of(trial, self.calibration)
-        bound = self._corrected(lower_bound(trial))
         limit = self.cluster.memory_limit_bytes
-        if bound + overhead.total_bytes > self.cluster.usable_bytes or (limit is not None and bound > limit):
+        errors = self.calibration.survival_errors(trial.sharding.strategy, trial.runtime.allocator)
+
+        def may_fit(least_bytes: int) -> bool:
+            """The survival memory is never below a bound on the peak, nor below the peak."""
+            room = self.cluster.usable_bytes
+            return judge(
+                least_bytes, overhead.total_bytes, overhead.sigma_bytes, room, limit, self.min_probability, errors
+            ).fits
+
+        bound = self._corrected(lower_bound(trial))
+        if not may_fit(bound):
             self._note(bound + overhead.total_bytes)
             return False
         counted, work = counted_peak(trial, _heaviest_stage(trial), self.cluster.gpu.family)
         peak = self._corrected(counted)
         self.work += work
         self._note(peak + overhead.total_bytes)
-        passed = judge(
-            peak,  # the survival memory is never below it
-            overhead.total_bytes,
-            overhead.sigma_bytes,
-            self.cluster.usable_bytes,
-            limit,
-            self.min_probability,
-            self.calibration.survival_errors(trial.sharding.strategy, trial.runtime.allocator),
-        ).fits
+        passed = may_fit(peak)
         self.needs[point] = peak + overhead.total_bytes, passed
         return passed
 
