@@ -7,6 +7,7 @@ them is filled in, and what would change memory and has no field here is refused
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -85,6 +86,8 @@ def from_megatron(arguments: Mapping[str, Any]) -> Assignments:
             result.update(translate(value))
         elif name in _section_of():
             result[f"{_section_of()[name]}.{name}"] = value
+        elif _section_of().get(name.removeprefix("ddp_")) == "ddp":
+            result[f"ddp.{name.removeprefix('ddp_')}"] = value
     if arguments.get("padded_vocab_size"):
         result["model.vocab_size"] = arguments["padded_vocab_size"]
     if arguments.get("group_query_attention") is False:
@@ -122,19 +125,66 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
 """Arguments that decide memory and that no field says: refused for these values."""
 
 
+_NEAR_MISSES = frozenset(
+    {
+        "decoder_num_layers",
+        "disable_gloo_process_groups",
+        "max_position_embeddings",
+        "muon_no_split_qkv",
+        "no_align_param_gather",
+        "no_bias_dropout_fusion",
+        "no_gradient_accumulation_fusion",
+        "no_gradient_reduce_div_fusion",
+        "no_masked_softmax_fusion",
+        "no_persist_layer_norm",
+        "no_pin_cpu_grads",
+        "no_pin_cpu_params",
+        "no_position_embedding",
+        "no_yarn_correction_range_round_to_int",
+        "rotary_seq_len_interpolation_factor",
+        "te_rng_tracker",
+        "use_rope_scaling",
+    }
+)
+"""Megatron-LM's own arguments that only look like a misspelling of another one. Source: as for :data:`MEGATRON`."""
+
+_LIKENESS = 0.85
+"""From this ratio of ``difflib`` on, an unknown name is taken for a misspelling: none of the 439 names in
+megatron-core 0.19.2's training folder is, but for :data:`_NEAR_MISSES`."""
+
+
+_MOST_ARGUMENTS = 2000
+"""Megatron-LM has some 800; the search for misspellings takes half a millisecond for each unknown name."""
+
+
+def _misspelt(arguments: Mapping[str, Any]) -> list[FieldProblem]:
+    """Names that are no argument known here and are almost one that is not given: it would be passed over unsaid."""
+    known = _section_of().keys() | MEGATRON.keys() | _REFUSED.keys()
+    absent = sorted(known - arguments.keys())
+    problems = []
+    for name in sorted(arguments.keys() - known - _NEAR_MISSES):
+        if _section_of().get(name.removeprefix("ddp_")) == "ddp":
+            continue
+        for meant in difflib.get_close_matches(name[:80], absent, 1, _LIKENESS):
+            problems.append(FieldProblem(f"job.megatron_lm_args.{name[:80]}", f"is no argument; {meant} is meant?"))
+    return problems
+
+
 def megatron_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration for ``build_document`` from Megatron-LM's parsed arguments (``vars(args)``), section by section.
 
     Precision, activation, layer specification and tensor-parallel vocabulary are what Megatron-LM makes of the
     arguments (megatron-core 0.19.2 training/arguments.py core_transformer_config_from_args and validate_args,
     gpt_builders.py): no ``mixed_precision`` is left to overwrite them. Arguments that do not touch memory are passed
-    over. Raises JobError naming every argument that matters and cannot be said here.
+    over. Raises JobError naming every argument that matters and cannot be said here, or that looks misspelt.
     """
+    if len(arguments) > _MOST_ARGUMENTS:
+        raise JobError([FieldProblem("job.megatron_lm_args", f"has more than {_MOST_ARGUMENTS:,} arguments")])
     problems = [
         FieldProblem(f"job.megatron_lm_args.{name}", f"not modelled: {str(arguments[name])[:80]}")
         for name, refuses in _REFUSED.items()
         if name in arguments and refuses(arguments[name])
-    ]
+    ] + _misspelt(arguments)
     if problems:
         raise JobError(problems)
     translated = from_megatron(arguments)

@@ -70,3 +70,26 @@ def test_arguments_that_cannot_be_said_are_named() -> None:
         "job.megatron_lm_args.freeze_all_layers",
         "job.megatron_lm_args.is_hybrid_model",
     ]
+
+
+def test_a_misspelt_argument_is_refused_with_the_name_that_was_meant() -> None:
+    with pytest.raises(JobError) as caught:
+        megatron_config({**ARGUMENTS, "tensor_model_paralel_sise": 2, "use_megatron_fdsp": True, "my_plugin": 1})
+    said = {problem.path: problem.message for problem in caught.value.problems}
+    assert set(said) == {"job.megatron_lm_args.use_megatron_fdsp"}, "what is given in its right spelling is not missed"
+    assert "use_megatron_fsdp" in said["job.megatron_lm_args.use_megatron_fdsp"]
+
+
+def test_megatrons_own_names_are_not_taken_for_misspellings() -> None:
+    own = {"no_persist_layer_norm": True, "max_position_embeddings": 1024, "decoder_num_layers": None}
+    assert megatron_config({**ARGUMENTS, **own}) == megatron_config(ARGUMENTS)
+
+
+def test_arguments_of_the_wrapper_reach_its_fields() -> None:
+    config = megatron_config({**ARGUMENTS, "ddp_pad_buckets_for_high_nccl_busbw": True})
+    assert config["ddp"]["pad_buckets_for_high_nccl_busbw"] is True
+
+
+def test_more_arguments_than_megatron_has_are_refused() -> None:
+    with pytest.raises(JobError, match="more than 2,000"):
+        megatron_config({**ARGUMENTS, **{f"argument_{number}": 1 for number in range(2000)}})
